@@ -1,0 +1,65 @@
+# Everything runs in a virtual environment that make builds on first use.
+# `make demo` and `make test` need only python3 (3.11 or newer), make and a package index.
+
+PYTHON ?= python3
+VENV ?= .venv
+TESTS ?= tests ejkernel
+MARKS ?= not gpu and not tpu
+WORKERS ?= auto
+
+bin := $(VENV)/bin
+pip := $(bin)/python -m pip --disable-pip-version-check
+stamp := $(VENV)/.installed
+
+.PHONY: help demo test lint format bench tables clean
+help:
+	@echo "make demo    every operation on this machine, checked and timed"
+	@echo "make test    the test suite"
+	@echo "make lint    ruff and pyright (make format mends what ruff can)"
+	@echo "make bench   the figures that README quotes"
+	@echo "make clean   remove the environments and caches"
+
+demo: $(stamp)-package
+	$(bin)/ejkernel demo
+
+test: $(stamp)-test
+	$(bin)/python -m pytest $(TESTS) -m "$(MARKS)" -n $(WORKERS) --maxprocesses 8 -q
+
+lint: $(stamp)-dev
+	$(bin)/ruff check .
+	$(bin)/ruff format --check .
+	$(bin)/pyright --pythonpath $(bin)/python
+
+format: $(stamp)-dev
+	$(bin)/ruff check --fix .
+	$(bin)/ruff format .
+
+bench: $(stamp)-package
+	$(bin)/ejkernel bench --json benchmarks/results
+	$(bin)/python benchmarks/tables.py
+
+tables: $(stamp)-package
+	$(bin)/python benchmarks/tables.py
+
+clean:
+	rm -rf .venv .venv-oldest .venv-newest .pytest_cache .ruff_cache .hypothesis build dist
+	find ejkernel tests benchmarks -name __pycache__ -type d -exec rm -rf {} +
+
+# The stamps depend on pyproject.toml: a changed dependency installs again, nothing else does.
+$(bin)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "ejkernel needs Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(stamp)-package: pyproject.toml | $(bin)/python
+	$(pip) install --quiet --upgrade pip
+	$(pip) install --quiet --editable ".[cli]"
+	@touch $@
+
+$(stamp)-test: pyproject.toml $(stamp)-package
+	$(pip) install --quiet --group test
+	@touch $@
+
+$(stamp)-dev: pyproject.toml $(stamp)-test
+	$(pip) install --quiet --group dev
+	@touch $@

@@ -1,0 +1,13 @@
+"""The exceptions that are ours; a wrong call is a plain `ValueError`."""
+
+
+class UnsupportedError(NotImplementedError):
+    """No implementation, or not the one that was asked for, can serve this call on this device."""
+
+
+class CacheWarning(UserWarning):
+    """A cache file could not be read or written; the call went on without it."""
+
+
+class TuningWarning(UserWarning):
+    """A candidate configuration failed or disagreed and was dropped."""

@@ -1,0 +1,60 @@
+"""The axis letters of a call: read off the annotations of `Inputs` and `Outputs`.
+
+`b` batch, `t` query length, `s` key length, `n` query heads, `k` key heads, `h` head dim, `v` value
+dim. `#x` may be 1. Sharding, batching and cache keys all follow from these letters, so no op says
+any of them a second time.
+"""
+
+import functools
+import types
+import typing
+from typing import Any
+
+import jax
+from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
+
+type_hints = functools.cache(typing.get_type_hints)
+
+
+def of_leaves(tree: Any) -> list[tuple[str, ...] | None]:
+    """Letters of every leaf of `tree`, in the order of its leaves; None where nothing says."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [_letters(tree, path, leaf) for path, leaf in paths]
+
+
+def of_field(owner: type, field: str) -> tuple[str, ...]:
+    """Letters of one array field of `owner`."""
+    return _dimensions(type_hints(owner).get(field), None) or ()
+
+
+def of_fields(owner: type) -> list[tuple[str, ...]]:
+    """Letters of every field of a NamedTuple of arrays."""
+    return [of_field(owner, field) for field in owner._fields]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _letters(tree: Any, path: tuple, leaf: Any) -> tuple[str, ...] | None:
+    annotation = None
+    for key in path:
+        match key:
+            case GetAttrKey(name=name):
+                annotation = type_hints(type(tree)).get(name)
+                tree = getattr(tree, name)
+            case SequenceKey(idx=position):
+                tree = tree[position]
+            case DictKey(key=name):
+                tree = tree[name]
+            case FlattenedIndexKey():
+                return None
+    return _dimensions(annotation, getattr(leaf, "ndim", None))
+
+
+def _dimensions(annotation: Any, rank: int | None) -> tuple[str, ...] | None:
+    """The letters of a jaxtyping annotation, or of the member of a union that has this rank."""
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
+        members = (_dimensions(member, rank) for member in typing.get_args(annotation))
+        return next((letters for letters in members if letters is not None), None)
+    dimensions = getattr(annotation, "dim_str", None)
+    if dimensions is None:
+        return None
+    letters = tuple(dimensions.split())
+    return letters if rank is None or len(letters) == rank else None

@@ -1,0 +1,86 @@
+"""One vmap rule for every op: the mapped axis joins the batch axis, else the calls run in turn."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.ops import axes
+
+
+def over_batch(run: Callable[..., Any], *trees: Any) -> Any:
+    """`run(*trees)`, with a vmap rule that needs nothing from the kernel underneath.
+
+    A call whose arrays have no letters, a user's own, is batched as JAX does it.
+    """
+    if not any(axes.of_leaves(trees)):
+        return run(*trees)
+    call = jax.custom_batching.custom_vmap(run)
+
+    @call.def_vmap
+    def rule(axis_size: int, in_batched: Any, *trees: Any) -> tuple[Any, Any]:
+        leaves, treedef = jax.tree.flatten(trees)
+        mapped = jax.tree.leaves(in_batched)
+        folded, rows = _fold(leaves, mapped, treedef, axis_size)
+        if folded is None or not _carries_batch(run, folded, rows):
+            out = _in_turn(call, leaves, mapped, treedef)
+        else:
+            out = jax.tree.map(
+                lambda x: x.reshape(axis_size, x.shape[0] // axis_size, *x.shape[1:]),
+                call(*folded),
+            )
+        return out, jax.tree.map(lambda x: True, out)
+
+    return call(*trees)
+
+
+def _fold(leaves: list, mapped: list[bool], treedef: Any, axis_size: int) -> tuple[Any, int]:
+    """The arguments with the mapped axis inside the batch axis, and the rows that makes.
+
+    None when a mapped argument has no batch axis.
+    """
+    example = [
+        jax.ShapeDtypeStruct(x.shape[1:] if is_mapped else x.shape, x.dtype)
+        for x, is_mapped in zip(leaves, mapped, strict=True)
+    ]
+    letters = axes.of_leaves(jax.tree.unflatten(treedef, example))
+    sizes = [x.shape[0] for x, letter in zip(example, letters, strict=True) if _leads(letter)]
+    if not sizes:
+        return None, 0
+    batch, folded = max(sizes), []
+    for x, is_mapped, letter in zip(leaves, mapped, letters, strict=True):
+        if letter is None or not _leads(letter):
+            if is_mapped:
+                return None, 0
+        elif is_mapped:
+            x = jnp.broadcast_to(x, (axis_size, batch, *x.shape[2:]))
+            x = x.reshape(axis_size * batch, *x.shape[2:])
+        elif x.shape[0] == batch and (batch > 1 or letter[0] == "b"):
+            x = jnp.broadcast_to(x, (axis_size, *x.shape)).reshape(-1, *x.shape[1:])
+        folded.append(x)  # an axis "#b" of size 1 goes on serving every row
+    return jax.tree.unflatten(treedef, folded), axis_size * batch
+
+
+def _leads(letter: tuple[str, ...] | None) -> bool:
+    return bool(letter) and letter[0] in ("b", "#b")
+
+
+def _carries_batch(run: Callable[..., Any], folded: Any, rows: int) -> bool:
+    """Whether every result keeps the folded rows apart (a summed gradient does not)."""
+    results = jax.eval_shape(run, *folded)
+    return all(
+        _leads(letter) and x.shape[0] == rows
+        for x, letter in zip(jax.tree.leaves(results), axes.of_leaves(results), strict=True)
+    )
+
+
+def _in_turn(call: Callable[..., Any], leaves: list, mapped: list[bool], treedef: Any) -> Any:
+    def one(slices: list) -> Any:
+        rest = iter(slices)
+        merged = [
+            next(rest) if is_mapped else x for x, is_mapped in zip(leaves, mapped, strict=True)
+        ]
+        return call(*jax.tree.unflatten(treedef, merged))
+
+    return jax.lax.map(one, [x for x, is_mapped in zip(leaves, mapped, strict=True) if is_mapped])

@@ -1,0 +1,164 @@
+"""Configurations: how an implementation cuts its work, as frozen values that travel as JSON."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
+
+from ejkernel.ops.platform import Backend, Platform
+
+_Self = TypeVar("_Self", bound="_Plain")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plain:
+    """A dataclass that goes to plain values and comes back."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain values that JSON can hold."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls: type[_Self], values: Mapping[str, Any]) -> _Self:
+        """The inverse of `to_dict`; absent fields take their defaults."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        if unknown := [str(name) for name in values if name not in names]:
+            raise ValueError(
+                f"{cls.__name__}: unknown field {', '.join(unknown)}; it has {', '.join(names)}."
+            )
+        return cls(**values)
+
+    def to_json(self) -> str:
+        """The fields as one line of JSON."""
+        return json.dumps(self.to_dict())
+
+    @classmethod
+    def from_json(cls: type[_Self], text: str) -> _Self:
+        """The inverse of `to_json`."""
+        values = json.loads(text)
+        if not isinstance(values, dict):
+            raise ValueError(f"{cls.__name__}: the JSON must be an object of fields, got {text!r}.")
+        return cls.from_dict(values)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Params(_Plain):
+    """Tile sizes; None leaves the choice to the implementation."""
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(
+                    f"{type(self).__name__}: {field.name} must be a positive int or None, "
+                    f"got {value!r}."
+                )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields that are set."""
+        return {name: value for name, value in super().to_dict().items() if value is not None}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FwdParams(_Params):
+    """Tiles and launch parameters of a forward pass; None: the implementation's own choice.
+
+    Raises:
+        ValueError: a field is neither None nor a positive int.
+
+    >>> FwdParams(q_blocksize=128, kv_blocksize=256).to_dict()
+    {'q_blocksize': 128, 'kv_blocksize': 256}
+    """
+
+    blocksize_m: int | None = None
+    blocksize_k: int | None = None
+    blocksize_n: int | None = None
+    q_blocksize: int | None = None
+    kv_blocksize: int | None = None
+    blocksize_heads: int | None = None
+    blocksize_keys: int | None = None
+    num_key_splits: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BwdParams(_Params):
+    """Tiles and launch parameters of a backward pass; None: the implementation's own choice.
+
+    Raises:
+        ValueError: a field is neither None nor a positive int.
+
+    >>> BwdParams(q_blocksize=64).to_json()
+    '{"q_blocksize": 64}'
+    """
+
+    blocksize_m: int | None = None
+    blocksize_k: int | None = None
+    blocksize_n: int | None = None
+    q_blocksize: int | None = None
+    kv_blocksize: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(_Plain):
+    """Base of every op's configuration class: which platform, and the op's own fields.
+
+    A subclass is a frozen dataclass as well. Its fields `fwd_params` and `bwd_params`, if it has
+    them, may be given as dictionaries. XLA runs anywhere: with it the backend is always `any`.
+
+    Args:
+        platform: `auto` or a value of `Platform`.
+        backend: a value of `Backend`.
+
+    Raises:
+        ValueError: an unknown platform or backend, or parameters of another class.
+
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class ScaleConfig(Config):
+    ...     block: int = 128
+    >>> ScaleConfig(64, platform="pallas").to_json()
+    '{"platform": "pallas", "backend": "any", "block": 64}'
+    """
+
+    platform: str = dataclasses.field(default="auto", kw_only=True)
+    backend: str = dataclasses.field(default="any", kw_only=True)
+
+    def __post_init__(self):
+        platform = self._member("platform", ("auto", *Platform))
+        backend = self._member("backend", tuple(Backend))
+        object.__setattr__(self, "platform", platform)
+        object.__setattr__(self, "backend", "any" if platform == "xla" else backend)
+        for name, kind in (("fwd_params", FwdParams), ("bwd_params", BwdParams)):
+            value = getattr(self, name, None)
+            if isinstance(value, Mapping):
+                object.__setattr__(self, name, kind.from_dict(value))
+            elif not (value is None or isinstance(value, kind)):
+                raise ValueError(
+                    f"{type(self).__name__}: {name} must be a {kind.__name__}, got {value!r}."
+                )
+
+    def _member(self, name: str, allowed: tuple[str, ...]) -> str:
+        value = getattr(self, name)
+        if value not in allowed:
+            raise ValueError(
+                f"{type(self).__name__}: {name} must be one of {', '.join(allowed)}, got {value!r}."
+            )
+        return str(value)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain values, of parameters only those that are set."""
+        return {
+            field.name: value.to_dict() if isinstance(value, _Params) else value
+            for field in dataclasses.fields(self)
+            for value in (getattr(self, field.name),)
+        }
+
+    def params(self, direction: Literal["forward", "backward"]) -> Any:
+        """What the pass in this direction takes: its own parameters, else the configuration."""
+        name = {"forward": "fwd_params", "backward": "bwd_params"}[direction]
+        return getattr(self, name, self)

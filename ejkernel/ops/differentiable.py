@@ -1,0 +1,36 @@
+"""One `custom_vjp` for every op: any forward with any backward, each chosen on its own."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from ejkernel.ops import batching
+
+
+class Plan(NamedTuple):
+    """A call whose forward is chosen; its backward is chosen when somebody differentiates."""
+
+    value: Callable[[Any], Any]  # inputs -> outputs
+    forward: Callable[[Any], Any]  # inputs -> (outputs, residuals)
+    backward: Callable[[Any, Any, Any], Any]  # inputs, residuals, d_outputs -> d_inputs
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def apply(plan: Plan, inputs: Any) -> Any:
+    """The plan's value; under differentiation its forward and backward."""
+    return batching.over_batch(plan.value, inputs)
+
+
+def _forward(plan: Plan, inputs: Any) -> tuple[Any, Any]:
+    outputs, residuals = batching.over_batch(plan.forward, inputs)
+    return outputs, (inputs, residuals)
+
+
+def _backward(plan: Plan, saved: tuple[Any, Any], d_outputs: Any) -> tuple[Any]:
+    inputs, residuals = saved
+    return (batching.over_batch(plan.backward, inputs, residuals, d_outputs),)
+
+
+apply.defvjp(_forward, _backward)

@@ -1,0 +1,264 @@
+"""Runs a call: choose, differentiate, batch, shard; compiled once, then looked up."""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from ejkernel.ops import differentiable, recording, sharded
+from ejkernel.ops.cache import ConfigCache
+from ejkernel.ops.implementation import Choice, Op
+from ejkernel.ops.invocation import Invocation
+from ejkernel.ops.kernel import Kernel
+from ejkernel.ops.persistent import PersistentCache
+from ejkernel.ops.platform import Device, Platform, device_of
+from ejkernel.ops.selection import ConfigSelectorChain
+
+_MOST_KEPT = 4096  # compiled calls an executor remembers
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """How the caller wants a call to be run."""
+
+    platform: str | None = None
+    cfg: Any = None
+    mesh: Any = None
+    in_specs: Any = None
+    out_specs: Any = None
+
+
+class Executor:
+    """Runs operations and kernels with the configurations that `chooser` selects.
+
+    >>> import jax.numpy as jnp
+    >>> from ejkernel.modules import FlashAttention
+    >>> from ejkernel.ops import ConfigCache, ConfigSelectorChain, Executor
+    >>> executor = Executor(ConfigSelectorChain(cache=ConfigCache()))
+    >>> x = jnp.ones((1, 16, 2, 8))
+    >>> executor(FlashAttention(), query=x, key=x, value=x, causal=True).shape
+    (1, 16, 2, 8)
+    """
+
+    def __init__(self, chooser: ConfigSelectorChain) -> None:
+        self.chooser = chooser
+        self._compiled: dict[tuple, Callable] = {}
+
+    def __call__(self, kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a module of `ejkernel.modules`, or a `Kernel`, with this call's arguments."""
+        if not isinstance(kernel, Kernel):
+            with use(self):
+                return kernel(*args, **kwargs)
+        request = Request(
+            **{name: kwargs.pop(name, None) for name in ("cfg", "mesh", "in_specs", "out_specs")}
+        )
+        op, arrays, call = kernel.bind(args, kwargs)
+        if request.mesh is not None:
+            return self._over_mesh(kernel, args, kwargs, request)
+        return self.run(op, arrays, call, request)
+
+    def run(self, op: Op, inputs: Any, spec: Any, request: Request) -> Any:
+        """The outputs of `op`; the one path every call takes."""
+        leaves, treedef = jax.tree.flatten(inputs)
+        device = device_of(leaves)
+        key = (
+            op,
+            op.edition,
+            treedef,
+            spec,
+            request,
+            device,
+            self.chooser.state(),
+            *[(x.shape, x.dtype) for x in leaves],
+        )
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            if len(self._compiled) >= _MOST_KEPT:
+                self._compiled.clear()
+            compiled = self._compile(op, inputs, spec, request, device)
+            self._compiled[key] = compiled
+        elif self.chooser.on_event is not None or recording.active():
+            # Somebody is watching: let the chain speak again, it ends in the same choice.
+            self._choose(Invocation(op, inputs, spec, device, request.platform), request)
+        return compiled(*leaves)
+
+    def invocation(self, kernel: Any, *args: Any, **kwargs: Any) -> Invocation:
+        """The call that `executor(kernel, ...)` would make; caches know it by its `key`."""
+        if isinstance(kernel, Kernel):
+            kwargs.pop("cfg", None)
+            op, arrays, call = kernel.bind(args, kwargs)
+            return Invocation(op, arrays, call, device_of(jax.tree.leaves(arrays)))
+        captor = _Captor()
+        try:
+            with use(captor):
+                kernel(*args, **kwargs)
+        except _Captured as captured:
+            return captured.invocation
+        raise ValueError(f"{kernel!r} made no call.")
+
+    def choose_config(self, kernel: Any, *args: Any, cfg: Any = None, **kwargs: Any) -> Choice:
+        """The platform and parameters that `executor(kernel, ...)` would run with."""
+        return self.chooser.choose(self.invocation(kernel, *args, **kwargs), cfg)
+
+    def compile(self, kernel: Any, *args: Any, cfg: Any = None, **kwargs: Any) -> Callable:
+        """A jitted function of the arrays of this example call, its configuration chosen now."""
+        example = (args, kwargs)
+        if cfg is None and isinstance(kernel, Kernel):
+            cfg = self.choose_config(kernel, *args, **kwargs).params
+        leaves, treedef = jax.tree.flatten(example)
+        is_array = [hasattr(leaf, "dtype") and hasattr(leaf, "shape") for leaf in leaves]
+
+        @jax.jit
+        def run(arrays: list) -> Any:
+            rest = iter(arrays)
+            merged = [next(rest) if a else x for a, x in zip(is_array, leaves, strict=True)]
+            call_args, call_kwargs = jax.tree.unflatten(treedef, merged)
+            extra = {} if cfg is None else {"cfg": cfg}
+            return self(kernel, *call_args, **call_kwargs, **extra)
+
+        def runner(*call_args: Any, **call_kwargs: Any) -> Any:
+            given, structure = jax.tree.flatten((call_args, call_kwargs))
+            if structure != treedef:
+                raise ValueError(
+                    "Executor.compile: the call differs in structure from the example."
+                )
+            return run([x for a, x in zip(is_array, given, strict=True) if a])
+
+        return runner
+
+    def _compile(
+        self, op: Op, inputs: Any, spec: Any, request: Request, device: Device
+    ) -> Callable:
+        _check_platform(op, request.platform)
+        treedef = jax.tree.structure(inputs)
+        if request.mesh is None:
+            # Chosen out here, where integer arrays may still be concrete and errors are short.
+            choice = self._choose(Invocation(op, inputs, spec, device, request.platform), request)
+            run = functools.partial(self._apply, op, spec, request, device, choice)
+        else:
+            local = functools.partial(self._apply, op, spec, request, device, None)
+            run = lambda inputs: sharded.shard(
+                op, local, inputs, request.mesh, request.in_specs, request.out_specs
+            )
+        return jax.jit(lambda *leaves: run(jax.tree.unflatten(treedef, leaves)))
+
+    def _choose(self, inv: Invocation, request: Request) -> Choice:
+        if recording.active():
+            recording.add(inv)
+        return self.chooser.choose(inv, request.cfg)
+
+    def _apply(
+        self,
+        op: Op,
+        spec: Any,
+        request: Request,
+        device: Device,
+        choice: Choice | None,
+        inputs: Any,
+    ) -> Any:
+        forward = choice or self._choose(
+            Invocation(op, inputs, spec, device, request.platform), request
+        )
+        residuals = forward.source.load().residuals or forward.run.run
+
+        def value(inputs: Any) -> Any:
+            return forward.run.run(inputs, spec, forward.params)[0]
+
+        if op.native:
+            return value(inputs)
+
+        def backward(inputs: Any, saved: Any, d_outputs: Any) -> Any:
+            chosen = self._backward(op, inputs, spec, saved, d_outputs, request, device, forward)
+            return chosen.run.run(inputs, saved, d_outputs, spec, chosen.params)
+
+        plan = differentiable.Plan(
+            value, lambda inputs: residuals(inputs, spec, forward.params), backward
+        )
+        return differentiable.apply(plan, inputs)
+
+    def _backward(
+        self,
+        op: Op,
+        inputs: Any,
+        spec: Any,
+        saved: Any,
+        d_outputs: Any,
+        request: Request,
+        device: Device,
+        forward: Choice,
+    ) -> Choice:
+        if op.paired:
+            run = forward.source.load().backward
+            if run is None:
+                raise NotImplementedError(f"{op.name}: this implementation has no backward pass.")
+            return Choice(forward.source, run, forward.params)
+        inv = Invocation(op, inputs, spec, device, request.platform, "backward", (saved, d_outputs))
+        return self._choose(inv, request)
+
+    def _over_mesh(self, kernel: Kernel, args: tuple, kwargs: dict, request: Request) -> Any:
+        """A user's kernel under `shard_map`: specs for its positional arguments."""
+        if request.in_specs is None or request.out_specs is None:
+            raise ValueError(f"{kernel.op_id}: mesh= needs in_specs= and out_specs=.")
+        extra = {} if request.cfg is None else {"cfg": request.cfg}
+        return jax.shard_map(
+            lambda *shards: self(kernel, *shards, **kwargs, **extra),
+            mesh=request.mesh,
+            in_specs=tuple(request.in_specs),
+            out_specs=request.out_specs,
+            check_vma=False,
+        )(*args)
+
+
+def _check_platform(op: Op, platform: str | None) -> None:
+    known = ["auto", *(member.value for member in Platform)]
+    if platform is not None and platform not in known:
+        raise ValueError(
+            f"{op.name}: platform must be one of {', '.join(known)}, got {platform!r}."
+        )
+
+
+class _Captured(BaseException):
+    """Carries a call out of the function that would have made it."""
+
+    def __init__(self, invocation: Invocation) -> None:
+        super().__init__()
+        self.invocation = invocation
+
+
+class _Captor(Executor):
+    """Runs nothing: hands back the call."""
+
+    def __init__(self) -> None:
+        super().__init__(ConfigSelectorChain(ConfigCache()))
+
+    def run(self, op: Op, inputs: Any, spec: Any, request: Request) -> Any:
+        device = device_of(jax.tree.leaves(inputs))
+        raise _Captured(Invocation(op, inputs, spec, device, request.platform))
+
+
+_DEFAULT = Executor(ConfigSelectorChain(ConfigCache(), persistent=functools.cache(PersistentCache)))
+_CURRENT: contextvars.ContextVar[Executor] = contextvars.ContextVar("executor", default=_DEFAULT)
+
+
+def default_executor() -> Executor:
+    """The executor behind the functions of `ejkernel.modules`."""
+    return _DEFAULT
+
+
+@contextlib.contextmanager
+def use(executor: Executor) -> Iterator[None]:
+    """Let the functions of `ejkernel.modules` run under `executor` for a block."""
+    token = _CURRENT.set(executor)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+def run(op: Op, inputs: Any, spec: Any, request: Request) -> Any:
+    """Run a call under the current executor."""
+    return _CURRENT.get().run(op, inputs, spec, request)

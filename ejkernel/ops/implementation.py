@@ -1,0 +1,188 @@
+"""What an op is, what one platform offers for it, and why that platform may refuse a call."""
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from ejkernel import settings
+from ejkernel.errors import UnsupportedError
+from ejkernel.ops.config import Config
+from ejkernel.ops.platform import Backend, Device, Platform
+
+Direction = Literal["forward", "backward"]
+
+
+def _no_objection(inputs: Any, spec: Any, device: Device) -> str | None:
+    return None
+
+
+def _no_parameters(inputs: Any, spec: Any, device: Device) -> Any:
+    return None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pass:
+    """One direction of an op on one platform.
+
+    Forward: `run(inputs, spec, params) -> (outputs, residuals)`.
+    Backward: `run(inputs, residuals, d_outputs, spec, params) -> gradients`, shaped like inputs,
+    None where there is none.
+    """
+
+    run: Callable[..., Any]
+    features: frozenset[str] | None = None  # what it takes beyond the plain call; None: everything
+    why_not: Callable[[Any, Any, Device], str | None] = _no_objection
+    heuristic: Callable[[Any, Any, Device], Any] = _no_parameters
+    candidates: Callable[[Any, Any, Device], Sequence[Any]] | None = None
+
+    def refusal(self, inputs: Any, spec: Any, device: Device) -> str | None:
+        """The reason this pass cannot take the call, or None."""
+        if self.features is not None and (missing := features_used(inputs, spec) - self.features):
+            return f"does not support {', '.join(sorted(missing))}"
+        return self.why_not(inputs, spec, device)
+
+    def choices(self, inputs: Any, spec: Any, device: Device) -> list[Any]:
+        """Every parameter set worth timing, the heuristic one first."""
+        first = self.heuristic(inputs, spec, device)
+        others = self.candidates(inputs, spec, device) if self.candidates else ()
+        return [first, *(other for other in others if other != first)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Implementation:
+    """An op on one platform: a forward, a backward, or both.
+
+    `residuals` stands for the forward's `run` under differentiation where the two differ.
+    """
+
+    forward: Pass | None = None
+    backward: Pass | None = None
+    residuals: Callable[..., Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where the implementation for one platform and backend lives; loaded when it may be used."""
+
+    platform: Platform
+    backend: Backend
+    where: str | Implementation
+    priority: int = 0
+
+    def load(self) -> Implementation:
+        if isinstance(self.where, Implementation):
+            return self.where
+        return importlib.import_module(self.where).IMPLEMENTATION
+
+    def elsewhere(self, device: Device) -> str | None:
+        """Why this device is not the one it needs, answered without loading the code."""
+        if self.backend in (Backend.ANY, device.platform):
+            return None
+        if settings.interpret() and self.platform is not Platform.CUDA:
+            return None
+        return f"needs a {self.backend.value.upper()} and the device is a {device.platform.upper()}"
+
+
+class Choice(NamedTuple):
+    """The platform and the parameters that one pass of a call runs with."""
+
+    source: Source
+    run: Pass
+    params: Any
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Op:
+    """A public operation: its name, its implementations in order of preference, its axis letters.
+
+    `shardable`: letters that a mesh may split. `groups`: `{"k": "n"}` when each key head serves a
+    group of query heads. `bucketed`: letters whose exact size does not matter for tuning.
+    `sample(inputs, drawn, spec)`: mends the data drawn for tuning. `operands`: what `in_specs` say.
+    """
+
+    name: str
+    sources: list[Source]
+    config: type[Any] = Config
+    outputs: type[Any] = tuple
+    version: str = "1"
+    reference: str | None = None
+    native: bool = False  # forward is differentiable and batchable as it stands
+    paired: bool = False  # backward runs where and with what the forward ran
+    shardable: frozenset[str] = frozenset()
+    bucketed: frozenset[str] = frozenset()
+    groups: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    operands: tuple[str, ...] = ()
+    hint: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    sample: Callable[..., Any] | None = None
+    edition: int = 0  # grows with every implementation that is added
+
+    def renamed(self, name: str, **changes: Any) -> "Op":
+        """The same op under another name, for a special case of it."""
+        return dataclasses.replace(self, name=name, **changes)
+
+    def identifier(self, direction: Direction) -> str:
+        """How caches and tuned tables call one direction of this version."""
+        return f"{self.name}{'' if direction == 'forward' else '.backward'}@v{self.version}"
+
+    def serving(
+        self, direction: Direction, inputs: Any, spec: Any, device: Device, platform: str | None
+    ) -> tuple[list[tuple[Source, Pass]], dict[str, str]]:
+        """The passes that can take the call, in order of preference, and why the others cannot."""
+        able, reasons = [], {}
+        for source in self.sources:
+            label = f"{source.platform.value} ({source.backend.value})"
+            if platform not in (None, "auto", source.platform.value):
+                continue
+            if reason := source.elsewhere(device):
+                reasons[label] = reason
+                continue
+            chosen: Pass | None = getattr(source.load(), direction)
+            if chosen is None:
+                reasons[label] = f"has no {direction} pass"
+            elif reason := chosen.refusal(inputs, spec, device):
+                reasons[label] = reason
+            else:
+                able.append((source, chosen))
+        return able, reasons
+
+    def refuse(
+        self,
+        direction: Direction,
+        inputs: Any,
+        spec: Any,
+        device: Device,
+        platform: str | None,
+        reasons: Mapping[str, str],
+    ) -> UnsupportedError:
+        """The error for a call that nobody, or not the platform asked for, can serve."""
+        said = "; ".join(f"{label} {reason}" for label, reason in reasons.items())
+        if platform in (None, "auto"):
+            return UnsupportedError(
+                f"{self.name}: no platform can serve the {direction} pass: {said}."
+            )
+        able, _ = self.serving(direction, inputs, spec, device, None)
+        others = ", ".join(dict.fromkeys(source.platform.value for source, _ in able)) or "none"
+        said = said or f"there is no {platform} implementation"
+        return UnsupportedError(
+            f"{self.name}: platform={platform!r} cannot serve this call: {said}. "
+            f"Platforms that can: {others}."
+        )
+
+
+def features_used(inputs: Any, spec: Any) -> frozenset[str]:
+    """All that goes beyond the plain call: fields away from their defaults, kinds of mask."""
+    used = set()
+    defaults = getattr(inputs, "_field_defaults", {})
+    for name in defaults:
+        value = getattr(inputs, name)
+        if hasattr(value, "features"):
+            used |= value.features()
+        elif value is not None:
+            used.add(name)
+    if dataclasses.is_dataclass(spec):
+        for field in dataclasses.fields(spec):
+            given = getattr(spec, field.name)
+            if field.default is not dataclasses.MISSING and given != field.default:
+                used.add(field.name)
+    return frozenset(used)

@@ -1,0 +1,83 @@
+"""One call, as the configuration chain sees it: what identifies it, what it is measured with."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+
+from ejkernel.ops import axes, keys
+from ejkernel.ops.implementation import Direction, Op
+from ejkernel.ops.platform import Device
+
+Key = tuple[str, str, str]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Invocation:
+    """A call of `op`: its arrays (concrete, traced or abstract), its static arguments, its device.
+
+    `args` and `kwargs` are the call as a `Kernel` received it; for our own ops they are the
+    canonical `inputs` and `spec`.
+    """
+
+    op: Op
+    inputs: Any
+    spec: Any
+    device: Device
+    platform: str | None = None
+    direction: Direction = "forward"
+    saved: tuple[Any, Any] | None = None  # for a backward: residuals and d_outputs
+
+    @property
+    def op_id(self) -> str:
+        return self.op.name
+
+    @property
+    def args(self) -> tuple:
+        return self._call[0]
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        return self._call[1]
+
+    @property
+    def _call(self) -> tuple[tuple, dict[str, Any]]:
+        if hasattr(self.spec, "rebuild"):
+            return self.spec.rebuild(self.inputs)
+        return (self.inputs, self.spec), {}
+
+    @functools.cached_property
+    def call_key(self) -> str:
+        """Hash of all that a configuration may depend on; never of the values of arrays."""
+        leaves, letters = jax.tree.leaves(self.inputs), axes.of_leaves(self.inputs)
+        arrays = [
+            (str(x.dtype), *self._sizes(x.shape, letter))
+            for x, letter in zip(leaves, letters, strict=True)
+        ]
+        structure = [
+            value.describe() if hasattr(value, "describe") else value is not None
+            for value in self.inputs
+        ]
+        spec = self.spec.describe() if hasattr(self.spec, "describe") else self.spec
+        return keys.short_hash([arrays, structure, spec, self.platform or "auto"])
+
+    def _sizes(self, shape: tuple[int, ...], letters: tuple[str, ...] | None) -> list[int]:
+        """Shape with the sizes that do not matter for tuning rounded up to a power of two."""
+        return [
+            keys.bucket(size) if letter.removeprefix("#") in self.op.bucketed else size
+            for size, letter in zip(shape, letters or ("",) * len(shape), strict=True)
+        ]
+
+    @functools.cached_property
+    def key(self) -> Key:
+        """(device, op and version, call): where caches and overlays look this call up."""
+        return (self.device.fingerprint, self.op.identifier(self.direction), self.call_key)
+
+    def abstract(self) -> "Invocation":
+        """The same call with shapes in place of arrays, safe to keep."""
+        return dataclasses.replace(
+            self,
+            inputs=keys.abstractify(self.inputs),
+            saved=keys.abstractify(self.saved),
+        )

@@ -1,0 +1,196 @@
+"""A user's own kernel: a class whose methods become an op in the table."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+import jax
+import numpy as np
+
+from ejkernel.ops.implementation import Implementation, Op, Pass, Source
+from ejkernel.ops.invocation import Invocation
+from ejkernel.ops.platform import Backend, Platform
+from ejkernel.ops.registry import kernel_registry
+
+Cfg = TypeVar("Cfg")
+Out = TypeVar("Out")
+
+_DYNAMIC = object()  # stands in the static part where an array goes
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelCall:
+    """The static part of a call: where its arrays go, and every other argument."""
+
+    treedef: Any
+    statics: tuple
+
+    def rebuild(self, arrays: Any) -> tuple[tuple, dict[str, Any]]:
+        """The call's args and kwargs around these arrays."""
+        arrays = iter(arrays)
+        leaves = [next(arrays) if leaf is _DYNAMIC else leaf for leaf in self.statics]
+        return jax.tree.unflatten(self.treedef, leaves)
+
+    def describe(self) -> list:
+        statics = ["array" if leaf is _DYNAMIC else repr(leaf) for leaf in self.statics]
+        return [str(self.treedef), statics]
+
+
+class Kernel(Generic[Cfg, Out]):
+    """Base class of kernels that the framework configures, measures, caches and differentiates.
+
+    A subclass defines `run(*args, cfg, **kwargs)` and `heuristic_cfg(inv)`; where the hardware
+    matters also `run_gpu`, `run_tpu` or `run_cpu`; for a choice of configurations
+    `candidate_cfgs(inv)`; for a gradient of its own `fwd_with_residuals` and `vjp` (without them
+    JAX differentiates `run`). Bump `version` when old measurements no longer hold.
+
+    >>> import dataclasses, jax.numpy as jnp
+    >>> from ejkernel.ops import ConfigCache, ConfigSelectorChain, Executor, Kernel
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Block:
+    ...     size: int = 128
+    >>> class Scale(Kernel[Block, jax.Array]):
+    ...     def run(self, x, *, factor=2.0, cfg):
+    ...         return x * factor
+    ...     def heuristic_cfg(self, inv):
+    ...         return Block()
+    >>> executor = Executor(ConfigSelectorChain(cache=ConfigCache()))
+    >>> executor(Scale("scale_example"), jnp.ones(3), factor=3.0)
+    Array([3., 3., 3.], dtype=float32)
+    """
+
+    op_id: str | None = None
+    version: str = "0"
+
+    def __init__(self, op_id: str | None = None) -> None:
+        self.op_id = op_id or type(self).op_id or f"{type(self).__module__}.{type(self).__name__}"
+
+    def prepare(self, *args: Any, **kwargs: Any) -> tuple[tuple, dict[str, Any]]:
+        """Canonicalise a call before anything looks at it."""
+        return args, kwargs
+
+    def run(self, *args: Any, cfg: Cfg, **kwargs: Any) -> Out:
+        """Compute the result with this configuration."""
+        raise NotImplementedError(f"{type(self).__name__} must define run().")
+
+    def heuristic_cfg(self, inv: Invocation) -> Cfg:
+        """The configuration to use when nothing was measured."""
+        raise NotImplementedError(f"{type(self).__name__} must define heuristic_cfg().")
+
+    def candidate_cfgs(self, inv: Invocation) -> Sequence[Cfg]:
+        """The configurations worth measuring."""
+        return [self.heuristic_cfg(inv)]
+
+    def fwd_with_residuals(self, *args: Any, cfg: Cfg, **kwargs: Any) -> tuple[Out, Any]:
+        """The result, and what `vjp` needs besides it."""
+        raise NotImplementedError(f"{type(self).__name__} must define fwd_with_residuals().")
+
+    def vjp(self, residuals: Any, y: Out, dy: Out, *args: Any, cfg: Cfg, **kwargs: Any) -> tuple:
+        """One gradient for each positional argument; None where there is none."""
+        raise NotImplementedError(f"{type(self).__name__} must define vjp().")
+
+    def bind(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Op, tuple, KernelCall]:
+        """The call as an op, its arrays, and the rest."""
+        leaves, treedef = jax.tree.flatten(self.prepare(*args, **kwargs))
+        arrays = tuple(leaf for leaf in leaves if isinstance(leaf, jax.Array | np.ndarray))
+        statics = tuple(
+            _DYNAMIC if isinstance(leaf, jax.Array | np.ndarray) else leaf for leaf in leaves
+        )
+        try:
+            hash(statics)
+        except TypeError as error:
+            raise ValueError(f"{self.op_id}: static arguments must be hashable: {error}.") from None
+        return self._op(), arrays, KernelCall(treedef, statics)
+
+    def _op(self) -> Op:
+        """The op of this kernel; instances in the same state share it, and so what it compiled."""
+        try:
+            return _op_of(type(self), tuple(sorted(vars(self).items())), _Held(self))
+        except TypeError:  # state that cannot be hashed: this instance is its own op
+            return self._own_op
+
+    @functools.cached_property
+    def _own_op(self) -> Op:
+        return _make_op(self)
+
+
+class _Held:
+    """Carries an instance through a cache key in which it does not take part."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Held)
+
+
+@functools.lru_cache(maxsize=256)
+def _op_of(kind: type, state: tuple, held: _Held) -> Op:
+    return _make_op(held.kernel)
+
+
+def _make_op(kernel: Kernel) -> Op:
+    sources = []
+    for backend in (Backend.GPU, Backend.TPU, Backend.CPU, Backend.ANY):
+        name = "run" if backend is Backend.ANY else f"run_{backend.value}"
+        if hasattr(kernel, name):
+            implementation = _implementation(kernel, getattr(kernel, name))
+            sources.append(Source(Platform.XLA, backend, implementation))
+    op = Op(
+        name=str(kernel.op_id),
+        sources=sources,
+        config=object,
+        version=str(kernel.version),
+        native=type(kernel).vjp is Kernel.vjp,
+        paired=True,
+    )
+    kernel_registry.add(op)
+    return op
+
+
+def _implementation(kernel: Kernel, run: Any) -> Implementation:
+    def value(arrays: Any, spec: KernelCall, cfg: Any) -> tuple[Any, Any]:
+        args, kwargs = spec.rebuild(arrays)
+        return run(*args, cfg=cfg, **kwargs), None
+
+    def forward(arrays: Any, spec: KernelCall, cfg: Any) -> tuple[Any, Any]:
+        args, kwargs = spec.rebuild(arrays)
+        y, residuals = kernel.fwd_with_residuals(*args, cfg=cfg, **kwargs)
+        return y, (residuals, y)
+
+    def backward(arrays: Any, saved: Any, dy: Any, spec: KernelCall, cfg: Any) -> tuple:
+        args, kwargs = spec.rebuild(arrays)
+        grads = kernel.vjp(saved[0], saved[1], dy, *args, cfg=cfg, **kwargs)
+        if len(grads) != len(args):
+            raise ValueError(
+                f"{kernel.op_id}: vjp must return {len(args)} gradients, one for each positional "
+                f"argument, got {len(grads)}."
+            )
+        return _per_array(grads, args, kwargs, spec)
+
+    def heuristic(arrays: Any, spec: KernelCall, device: Any) -> Any:
+        return kernel.heuristic_cfg(Invocation(kernel._op(), arrays, spec, device))
+
+    def candidates(arrays: Any, spec: KernelCall, device: Any) -> Sequence[Any]:
+        return kernel.candidate_cfgs(Invocation(kernel._op(), arrays, spec, device))
+
+    return Implementation(
+        forward=Pass(run=value, heuristic=heuristic, candidates=candidates),
+        backward=None if type(kernel).vjp is Kernel.vjp else Pass(run=backward),
+        residuals=forward,
+    )
+
+
+def _per_array(grads: tuple, args: tuple, kwargs: dict[str, Any], spec: KernelCall) -> tuple:
+    """Gradients of the positional arguments as gradients of the call's arrays, in their order."""
+    flat = []
+    for grad, arg in zip(grads, args, strict=True):
+        size = len(jax.tree.leaves(arg))
+        flat += [None] * size if grad is None else jax.tree.leaves(grad)
+    flat += [None] * len(jax.tree.leaves(kwargs))
+    pairs = zip(flat, spec.statics, strict=True)
+    return tuple(grad for grad, static in pairs if static is _DYNAMIC)

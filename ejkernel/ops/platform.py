@@ -1,0 +1,161 @@
+"""Platforms (how a kernel is written), backends (where it runs), and the device of a call."""
+
+import enum
+import functools
+import re
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+from jax.core import Tracer
+
+
+class Platform(enum.StrEnum):
+    """The language of an implementation.
+
+    >>> Platform("triton") is Platform.TRITON and Platform.TRITON == "triton"
+    True
+    """
+
+    TRITON = "triton"
+    PALLAS = "pallas"
+    CUDA = "cuda"
+    XLA = "xla"
+
+
+class Backend(enum.StrEnum):
+    """The kind of machine an implementation runs on; `ANY` is all of them.
+
+    >>> Backend("gpu") is Backend.GPU
+    True
+    """
+
+    GPU = "gpu"
+    TPU = "tpu"
+    CPU = "cpu"
+    ANY = "any"
+
+
+class Device(NamedTuple):
+    """What an implementation is judged against."""
+
+    platform: str  # "cpu", "gpu", "tpu" or "unknown"
+    kind: str  # e.g. "NVIDIA H200"
+    compute_capability: tuple[int, int] | None
+    fingerprint: str  # "kind|version of the driver"
+
+
+_PLATFORMS = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}
+
+# An abstract device has a name but no compute capability.
+_CAPABILITIES = {
+    "A100": (8, 0),
+    "H100": (9, 0),
+    "H200": (9, 0),
+    "GH200": (9, 0),
+    "B200": (10, 0),
+    "GB200": (10, 0),
+}
+
+
+def device_of(leaves: Iterable[Any]) -> Device:
+    """The device that a call on these arrays will run on.
+
+    That of the concrete arrays; under a trace that of the mesh the traced ones belong to, which may
+    be a machine that is not here; else the default device. A concrete array among traced ones is a
+    constant of the program and goes wherever the program goes, so that a known mesh comes first.
+    """
+    concrete = None
+    traced = False
+    for leaf in map(_unwrapped, leaves):
+        if isinstance(leaf, (Tracer, jax.ShapeDtypeStruct)):
+            traced = True
+            sharding = getattr(jax.typeof(leaf), "sharding", None)
+            if device := _mesh_device(getattr(sharding, "mesh", None)):
+                return device
+        elif concrete is None and isinstance(leaf, jax.Array):
+            concrete = leaf
+    if concrete is not None and not traced:
+        return _describe(next(iter(concrete.devices())))
+    if device := _mesh_device(jax.sharding.get_abstract_mesh()):
+        return device
+    return _describe(_default_device() if concrete is None else next(iter(concrete.devices())))
+
+
+def _unwrapped(leaf: Any) -> Any:
+    """The array behind the tracers of an eager `grad` or `vmap`, which say nothing of its device."""
+    while isinstance(leaf, Tracer):
+        inner = getattr(leaf, "primal", None)
+        inner = getattr(leaf, "val", None) if inner is None else inner
+        if not isinstance(inner, jax.Array):
+            return leaf
+        leaf = inner
+    return leaf
+
+
+def device_fingerprint() -> str:
+    """Name of the default device and version of its driver: the first part of every cache key.
+
+    Returns:
+        `"kind|platform_version"`, one line.
+
+    >>> kind, version = device_fingerprint().split("|")
+    """
+    return _describe(_default_device()).fingerprint
+
+
+def get_device_platform() -> str:
+    """`"cpu"`, `"gpu"`, `"tpu"` or `"unknown"`: the platform of the default device.
+
+    >>> get_device_platform() in ("cpu", "gpu", "tpu", "unknown")
+    True
+    """
+    return _describe(_default_device()).platform
+
+
+def _default_device() -> Any:
+    chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    if isinstance(chosen, str):
+        return jax.local_devices(backend=chosen)[0]
+    return chosen or jax.local_devices()[0]
+
+
+def _mesh_device(mesh: Any) -> Device | None:
+    abstract = getattr(mesh, "abstract_device", None)
+    if abstract is None:
+        return None
+    return _describe_abstract(abstract.device_kind, getattr(abstract, "platform", None))
+
+
+@functools.cache
+def _describe(device: Any) -> Device:
+    kind = device.device_kind
+    capability = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
+    version = " ".join(str(device.client.platform_version).split())
+    return Device(
+        platform=_PLATFORMS.get(device.platform, "unknown"),
+        kind=kind,
+        compute_capability=(int(capability[1]), int(capability[2])) if capability else None,
+        fingerprint=f"{kind}|{version}",
+    )
+
+
+@functools.cache
+def _describe_abstract(kind: str, platform: str | None) -> Device:
+    """A device known by name; the one of this machine, where it has such a device."""
+    if platform is None:
+        platform = "tpu" if kind.startswith("TPU") else "cpu" if kind == "cpu" else "gpu"
+    try:
+        here = jax.local_devices(backend=platform)
+    except RuntimeError:  # this machine has no such backend
+        here = []
+    for device in here:
+        if device.device_kind == kind:
+            return _describe(device)
+    capabilities = (_CAPABILITIES.get(word) for word in re.split(r"[ -]", kind))
+    return Device(
+        platform=_PLATFORMS.get(platform, "unknown"),
+        kind=kind,
+        compute_capability=next(filter(None, capabilities), None),
+        fingerprint=f"{kind}|absent",
+    )

@@ -1,0 +1,87 @@
+"""Remember the calls a program makes, and tune them later."""
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from ejkernel import settings
+from ejkernel.ops.cache import overlay_cache
+from ejkernel.ops.invocation import Invocation, Key
+
+_RECORDED: dict[Key, Invocation] = {}
+_SCOPES: contextvars.ContextVar[tuple[dict[Key, Invocation], ...]] = contextvars.ContextVar(
+    "recordings", default=()
+)
+
+
+def active() -> bool:
+    """Whether anybody records: a surrounding `record_invocations()` or `EJKERNEL_RECORD=1`."""
+    return bool(_SCOPES.get()) or settings.record()
+
+
+def add(inv: Invocation) -> None:
+    """Keep one call, as shapes; the arrays are not kept alive."""
+    abstract = inv.abstract()
+    for scope in _SCOPES.get():
+        scope.setdefault(inv.key, abstract)
+    if settings.record():
+        _RECORDED.setdefault(inv.key, abstract)
+
+
+def get_invocations() -> list[Invocation]:
+    """The calls recorded under `EJKERNEL_RECORD=1` so far."""
+    return list(_RECORDED.values())
+
+
+@contextlib.contextmanager
+def record_invocations() -> Iterator[dict[Key, Invocation]]:
+    """Record the calls made in a block, by key.
+
+    >>> import jax.numpy as jnp
+    >>> from ejkernel.modules import flash_attention
+    >>> from ejkernel.ops import record_invocations
+    >>> x = jnp.ones((1, 16, 2, 8))
+    >>> with record_invocations() as calls:
+    ...     _ = flash_attention(x, x, x)
+    >>> [call.op_id for call in calls.values()]
+    ['flash_attention']
+    """
+    calls: dict[Key, Invocation] = {}
+    token = _SCOPES.set((*_SCOPES.get(), calls))
+    try:
+        yield calls
+    finally:
+        _SCOPES.reset(token)
+
+
+@dataclasses.dataclass(frozen=True)
+class AutotuningResult:
+    """Measured configurations by key; as a context manager, an overlay."""
+
+    entries: dict[Key, Any]
+    _stack: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
+
+    def __enter__(self) -> "AutotuningResult":
+        self._stack.enter_context(overlay_cache(self.entries))
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._stack.close()
+
+
+def autotune_recorded(
+    selector: Any, invocations: Iterable[Invocation] | None = None
+) -> AutotuningResult:
+    """Measure recorded calls; one that no candidate can run is left out.
+
+    Args:
+        selector: the `ConfigSelectorChain` whose caches receive the winners.
+        invocations: the calls; by default those recorded under `EJKERNEL_RECORD=1`.
+    """
+    entries = {}
+    for inv in get_invocations() if invocations is None else invocations:
+        if selector.tune(inv) is not None:
+            entries[inv.key] = selector.cache.get(inv.key)
+    return AutotuningResult(entries)

@@ -1,0 +1,268 @@
+"""From a call to its configuration: the first of eight places that knows one."""
+
+import dataclasses
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from ejkernel import settings
+from ejkernel.errors import CacheWarning, UnsupportedError
+from ejkernel.ops import cache as caches
+from ejkernel.ops import policy as policies
+from ejkernel.ops.cache import ConfigCache
+from ejkernel.ops.config import Config
+from ejkernel.ops.implementation import Choice, Pass, Source
+from ejkernel.ops.invocation import Invocation
+from ejkernel.ops.platform import device_fingerprint
+from ejkernel.ops.policy import AutotunePolicy
+from ejkernel.ops.tuner import Tuned, Tuner
+
+Able = list[tuple[Source, Pass]]
+
+
+class ConfigSelectorChain:
+    """Chooses platform and parameters for a call.
+
+    In this order: an explicit `cfg`, an overlay, the memory cache, the disk cache, the table that
+    ships with the package, measurement, the heuristic; then a `RuntimeError`.
+
+    Args:
+        cache: configurations of this process.
+        policy: what to do when nothing is known; None lets the environment, then the device decide.
+        tuner: how to measure.
+        persistent: the disk cache, or a function from an op's name to its disk cache.
+        persist_autotune: whether measured configurations go to the disk cache.
+        on_event: called as `on_event(name, **data)` for every decision.
+    """
+
+    def __init__(
+        self,
+        cache: ConfigCache,
+        policy: AutotunePolicy | None = None,
+        tuner: Tuner | None = None,
+        persistent: Any = None,
+        persist_autotune: bool = True,
+        on_event: Callable[..., None] | None = None,
+    ) -> None:
+        self.cache = cache
+        self.policy = policy
+        self.tuner = tuner or Tuner()
+        self.persistent = persistent
+        self.persist_autotune = persist_autotune
+        self.on_event = on_event
+        self._tuning = threading.RLock()
+        self._remembered = 0  # entries that record a choice and so change none
+
+    def state(self) -> tuple:
+        """Changes whenever a later choice for the same call may come out differently."""
+        return (
+            self.cache.version - self._remembered,
+            self.policy,
+            policies.state(),
+            caches.overlay_state(),
+            settings.interpret(),
+        )
+
+    def emit(self, event: str, **data: Any) -> None:
+        if self.on_event is not None:
+            self.on_event(event, **data)
+
+    def choose(self, inv: Invocation, cfg: Any = None) -> Choice:
+        """The platform and parameters this call runs with; the reasons if there is none."""
+        inv, params = self._explicit(inv, cfg)
+        able, reasons = inv.op.serving(
+            inv.direction, inv.inputs, inv.spec, inv.device, inv.platform
+        )
+        if not able:
+            raise inv.op.refuse(
+                inv.direction, inv.inputs, inv.spec, inv.device, inv.platform, reasons
+            )
+        if params is not None:
+            self.emit("override", key=inv.key, cfg=cfg)
+            source, chosen = able[0]
+            return Choice(source, chosen, _filled(params, chosen, inv))
+        return self._known(inv, able) or self._found(inv, able)
+
+    def _explicit(self, inv: Invocation, cfg: Any) -> tuple[Invocation, Any]:
+        """The call with the platform that `cfg` asks for, and the parameters it holds, if any."""
+        if cfg is None:
+            return inv, None
+        if not isinstance(cfg, Config):
+            if issubclass(inv.op.config, Config):
+                raise ValueError(
+                    f"{inv.op.name}: cfg must be a {inv.op.config.__name__}, "
+                    f"got {type(cfg).__name__}."
+                )
+            return inv, cfg
+        if not isinstance(cfg, inv.op.config):
+            raise ValueError(
+                f"{inv.op.name}: cfg must be a {inv.op.config.__name__}, got {type(cfg).__name__}."
+            )
+        asked = [name for name in (inv.platform, cfg.platform) if name not in (None, "auto")]
+        if len(set(asked)) > 1:
+            raise ValueError(
+                f"{inv.op.name}: platform={inv.platform!r} and cfg.platform={cfg.platform!r} "
+                "differ."
+            )
+        if cfg.backend not in ("any", inv.device.platform):
+            able, _ = inv.op.serving(inv.direction, inv.inputs, inv.spec, inv.device, None)
+            raise UnsupportedError(
+                f"{inv.op.name}: cfg asks for the backend {cfg.backend!r} and the device is a "
+                f"{inv.device.platform.upper()}. Platforms that can serve the call here: "
+                f"{', '.join(source.platform for source, _ in able) or 'none'}."
+            )
+        inv = dataclasses.replace(inv, platform=asked[0] if asked else None)
+        return inv, cfg.params(inv.direction)
+
+    def _known(self, inv: Invocation, able: Able) -> Choice | None:
+        """What an overlay, a cache or the shipped table says, if this device can still run it."""
+        for level, look_up in (
+            ("overlay", caches.current_overlay),
+            ("memory", self.cache.get),
+            ("persistent", self._from_disk),
+            ("shipped", self._from_package),
+        ):
+            if (cfg := look_up(inv.key)) is None:
+                continue
+            if (choice := _restored(cfg, inv, able)) is None:
+                continue
+            if level in ("persistent", "shipped"):
+                self._remember(inv, cfg)
+            event = "overlay_hit" if level == "overlay" else "cache_hit"
+            self.emit(event, key=inv.key, cfg=cfg, level=level)
+            return choice
+        return None
+
+    def _found(self, inv: Invocation, able: Able) -> Choice:
+        """Measure, or guess, as the policy says."""
+        policy = policies.effective(self, inv.device)
+        if policy.tunes and (choice := self._measured(inv, able)):
+            return choice
+        if not policy.allow_heuristics:
+            self.emit("error", key=inv.key)
+            raise RuntimeError(
+                f"{inv.op.name}: no configuration is known for this call and the policy allows "
+                "neither measuring nor guessing one."
+            )
+        source, chosen = able[0]
+        choice = Choice(source, chosen, chosen.heuristic(inv.inputs, inv.spec, inv.device))
+        self.emit("heuristics", key=inv.key, cfg=_stored(choice, inv))
+        return choice
+
+    def _measured(self, inv: Invocation, able: Able) -> Choice | None:
+        choices = _choices(inv, able)
+        here = inv.device.fingerprint == device_fingerprint()
+        if len(choices) < 2 or not here or jax.process_count() > 1:
+            return None
+        with self._tuning:
+            # Another thread may have measured the same call while this one waited.
+            if choice := _restored(self.cache.get(inv.key), inv, able):
+                return choice
+            tuned = self.tune(inv, choices)
+        return tuned and tuned.best
+
+    def tune(self, inv: Invocation, choices: list[Choice] | None = None) -> Tuned | None:
+        """Measure the call now and remember the winner."""
+        if choices is None:
+            able, _ = inv.op.serving(inv.direction, inv.inputs, inv.spec, inv.device, inv.platform)
+            choices = _choices(inv, able)
+        self.emit("autotune_start", key=inv.key, candidates=len(choices))
+        tuned = self.tuner.autotune(inv, choices)
+        if tuned is None:
+            self.emit("autotune_finish", key=inv.key, cfg=None)
+            return None
+        cfg = _stored(tuned.best, inv)
+        self._remember(inv, cfg)
+        if self.persist_autotune and (disk := self._disk(inv.op.name)):
+            disk.put(inv.key, cfg)
+        self.emit("autotune_finish", key=inv.key, cfg=cfg, seconds=tuned.seconds)
+        return tuned
+
+    def _remember(self, inv: Invocation, cfg: Any) -> None:
+        with self._tuning:
+            self._remembered += 1
+            self.cache.put(inv.key, cfg)
+
+    def _disk(self, name: str) -> Any:
+        return self.persistent(name) if callable(self.persistent) else self.persistent
+
+    def _from_disk(self, key: Any) -> Any:
+        disk = self._disk(_op_name(key))
+        return None if disk is None else disk.get(key)
+
+    def _from_package(self, key: Any) -> Any:
+        from ejkernel.ops.persistent import ShippedTable
+
+        return ShippedTable.for_op(_op_name(key)).get(key)
+
+
+def _choices(inv: Invocation, able: Able) -> list[Choice]:
+    """Everything worth timing; a user's variant for a platform stands in for its general form."""
+    return [
+        Choice(source, chosen, params)
+        for source, chosen in (able[:1] if inv.op.paired else able)
+        for params in chosen.choices(inv.inputs, inv.spec, inv.device)
+    ]
+
+
+def _op_name(key: Any) -> str:
+    return key[1].partition("@")[0].removesuffix(".backward")
+
+
+def _filled(params: Any, chosen: Pass, inv: Invocation) -> Any:
+    """`params` with the fields left open taken from the heuristic."""
+    guess = chosen.heuristic(inv.inputs, inv.spec, inv.device)
+    if guess is None or type(guess) is not type(params):
+        return params
+    given = {
+        field.name: value
+        for field in dataclasses.fields(params)
+        if (value := getattr(params, field.name)) is not None
+    }
+    return dataclasses.replace(guess, **given)
+
+
+def _restored(cfg: Any, inv: Invocation, able: Able) -> Choice | None:
+    """A stored configuration as a choice; None when what it names cannot serve here any more."""
+    if cfg is None:
+        return None
+    if isinstance(cfg, dict):
+        try:
+            cfg = _rebuilt(cfg, inv, able)
+        except (TypeError, ValueError) as error:
+            warnings.warn(
+                f"{inv.op.name}: a stored configuration is not usable any more: {error}",
+                CacheWarning,
+                stacklevel=2,
+            )
+            return None
+    if not isinstance(cfg, Config):
+        source, chosen = able[0]
+        return Choice(source, chosen, cfg)
+    for source, chosen in able:
+        if source.platform == cfg.platform and source.backend == cfg.backend:
+            return Choice(source, chosen, _filled(cfg.params(inv.direction), chosen, inv))
+    return None
+
+
+def _rebuilt(fields: dict[str, Any], inv: Invocation, able: Able) -> Any:
+    """A configuration read from a file; a user's kernel has it in the class its heuristic gives."""
+    if issubclass(inv.op.config, Config):
+        return inv.op.config.from_dict(fields)
+    guess = able[0][1].heuristic(inv.inputs, inv.spec, inv.device)
+    return type(guess)(**fields) if dataclasses.is_dataclass(guess) else fields
+
+
+def _stored(choice: Choice, inv: Invocation) -> Any:
+    """The choice in the form in which caches hold it."""
+    params = choice.params
+    if not issubclass(inv.op.config, Config):
+        return params
+    where = {"platform": choice.source.platform.value, "backend": choice.source.backend.value}
+    if isinstance(params, Config):
+        return dataclasses.replace(params, **where)
+    field = "fwd_params" if inv.direction == "forward" else "bwd_params"
+    return inv.op.config(**{field: params}, **where)

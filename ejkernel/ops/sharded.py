@@ -1,0 +1,178 @@
+"""One `shard_map` for every op: a few specs given, the rest derived from the axis letters."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from ejkernel.ops import axes
+from ejkernel.ops.implementation import Op
+
+Axes = tuple[str, ...]  # the mesh axes that split one dimension
+
+
+def shard(
+    op: Op,
+    run: Callable[[Any], Any],
+    inputs: Any,
+    mesh: Mesh | AbstractMesh,
+    in_specs: tuple[PartitionSpec | None, ...] | None,
+    out_specs: Any,
+) -> Any:
+    """`run(inputs)` with every array split over `mesh` as the specs and the letters say."""
+    if in_specs is None:
+        raise ValueError(
+            f"{op.name}: mesh= needs in_specs=, one PartitionSpec for each of "
+            f"{', '.join(op.operands[:3])}."
+        )
+    bound = _bind(op, inputs, mesh, in_specs)
+    inputs, bound = _regroup(op, inputs, mesh, bound)
+    leaves, treedef = jax.tree.flatten(inputs)
+    letters = axes.of_leaves(inputs)
+    _check_sizes(op, leaves, letters, mesh, bound)
+    specs = [_spec(letter, bound, x.shape) for x, letter in zip(leaves, letters, strict=True)]
+    derived = op.outputs(*(_spec(letter, bound) for letter in axes.of_fields(op.outputs)))
+    _check_out_specs(op, out_specs, derived)
+    return jax.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=(jax.tree.unflatten(treedef, specs),),
+        out_specs=derived,
+        check_vma=False,  # a kernel's outputs carry no replication types
+    )(inputs)
+
+
+def _bind(op: Op, inputs: Any, mesh: Any, in_specs: Any) -> dict[str, Axes]:
+    """Which mesh axes split each letter, from the specs that were given."""
+    if isinstance(in_specs, PartitionSpec) or not isinstance(in_specs, tuple | list):
+        raise ValueError(
+            f"{op.name}: in_specs must be a tuple of PartitionSpecs, got {in_specs!r}."
+        )
+    if not 3 <= len(in_specs) <= len(op.operands):
+        raise ValueError(
+            f"{op.name}: in_specs needs 3 to {len(op.operands)} entries, for "
+            f"{', '.join(op.operands)}, got {len(in_specs)}."
+        )
+    bound: dict[str, Axes] = {}
+    said_by: dict[str, str] = {}
+    for name, spec in zip(op.operands, in_specs, strict=False):
+        split = [_mesh_axes(entry) for entry in (spec or ())]
+        _check_axes(op, name, split, mesh)
+        array = getattr(inputs, name, None)
+        if array is None:
+            if any(split) and name not in type(inputs)._fields:
+                raise ValueError(f"{op.name}: {name} cannot be split over a mesh, got {spec}.")
+            continue
+        letters = axes.of_field(type(inputs), name)
+        if len(split) > len(letters):
+            raise ValueError(
+                f"{op.name}: the spec {spec} of {name} has more than {len(letters)} axes."
+            )
+        split += [()] * (len(letters) - len(split))
+        for letter, size, over in zip(letters, array.shape, split, strict=True):
+            if letter.startswith("#") and size == 1:
+                continue
+            letter = letter.removeprefix("#")
+            if over and letter not in op.shardable:
+                raise ValueError(
+                    f"{op.name}: {name} cannot be split along {letter!r} over mesh axis "
+                    f"{'/'.join(over)}{op.hint.get(letter, '')}."
+                )
+            if bound.setdefault(letter, over) != over:
+                raise ValueError(
+                    f"{op.name}: the specs of {said_by[letter]} and {name} split the axis "
+                    f"{letter!r} differently, over {bound[letter] or None} and {over or None}."
+                )
+            said_by.setdefault(letter, name)
+    return bound
+
+
+def _mesh_axes(entry: Any) -> Axes:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _check_axes(op: Op, name: str, split: list[Axes], mesh: Any) -> None:
+    for axis in (axis for entry in split for axis in entry):
+        if axis not in mesh.axis_names:
+            raise ValueError(
+                f"{op.name}: the spec of {name} names the mesh axis {axis!r}; the mesh has "
+                f"{', '.join(map(str, mesh.axis_names))}."
+            )
+
+
+def _size(mesh: Any, over: Axes) -> int:
+    return math.prod(mesh.shape[axis] for axis in over)
+
+
+def _regroup(op: Op, inputs: Any, mesh: Any, bound: Mapping[str, Axes]) -> tuple[Any, dict]:
+    """Split key heads as the query heads they serve, repeated where there are too few of them."""
+    bound = dict(bound)
+    for few, many in op.groups.items():
+        over = bound.get(many, ())
+        if bound.get(few, ()) not in ((), over):
+            raise ValueError(
+                f"{op.name}: axis {few!r} must be split as {many!r}, over {over or None}, "
+                f"got {bound[few]}."
+            )
+        bound[few] = over
+        shards = _size(mesh, over)
+
+        def repeat(x: Any, letter: Any, few: str = few, shards: int = shards) -> Any:
+            if letter is None or few not in letter:
+                return x
+            axis = letter.index(few)
+            times = math.lcm(x.shape[axis], shards) // x.shape[axis]
+            return x if times == 1 else jnp.repeat(x, times, axis)
+
+        leaves, treedef = jax.tree.flatten(inputs)
+        repeated = map(repeat, leaves, axes.of_leaves(inputs))
+        inputs = jax.tree.unflatten(treedef, list(repeated))
+    return inputs, bound
+
+
+def _check_sizes(op: Op, leaves: list, letters: list, mesh: Any, bound: Mapping[str, Axes]) -> None:
+    for x, letter in zip(leaves, letters, strict=True):
+        for size, name in zip(x.shape, letter or (), strict=False):
+            over = () if name.startswith("#") and size == 1 else bound.get(name.lstrip("#"), ())
+            if size % _size(mesh, over):
+                raise ValueError(
+                    f"{op.name}: an axis {name!r} of {size} does not divide over mesh axis "
+                    f"{'/'.join(over)} of size {_size(mesh, over)}."
+                )
+
+
+def _spec(
+    letters: tuple[str, ...] | None,
+    bound: Mapping[str, Axes],
+    shape: tuple[int, ...] | None = None,
+) -> PartitionSpec:
+    """The spec of one array; an axis "#x" of size 1 serves every shard."""
+    entries = []
+    for position, letter in enumerate(letters or ()):
+        over = bound.get(letter.removeprefix("#"), ())
+        if shape and letter.startswith("#") and shape[position] == 1:
+            over = ()
+        entries.append(over[0] if len(over) == 1 else over or None)
+    return PartitionSpec(*entries)
+
+
+def _trim(spec: Any) -> tuple[Axes, ...]:
+    entries = [_mesh_axes(entry) for entry in (spec or ())]
+    while entries and not entries[-1]:
+        entries.pop()
+    return tuple(entries)
+
+
+def _check_out_specs(op: Op, out_specs: Any, derived: tuple[PartitionSpec, ...]) -> None:
+    """Given out_specs must say what the letters say: another layout would be wrong, not slow."""
+    if out_specs is None:
+        return
+    given = [out_specs] if isinstance(out_specs, PartitionSpec) else list(out_specs)
+    for one, expected in zip(given, derived, strict=False):
+        if _trim(one) != _trim(expected):
+            raise ValueError(
+                f"{op.name}: out_specs {one} does not follow from in_specs, which give {expected}."
+            )

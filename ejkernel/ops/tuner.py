@@ -1,0 +1,200 @@
+"""Which candidate is fastest: each is run, checked against a trusted one, then timed."""
+
+import functools
+import sys
+import warnings
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from ejkernel import settings
+from ejkernel.errors import TuningWarning
+from ejkernel.ops import timing
+from ejkernel.ops.implementation import Choice
+from ejkernel.ops.invocation import Invocation
+from ejkernel.ops.platform import Platform
+
+_EPS = float(np.finfo(np.float32).eps)
+
+
+class Tuned(NamedTuple):
+    """The outcome of measuring one call."""
+
+    best: Choice
+    seconds: float
+    measurements: list[tuple[Choice, float]]
+    dropped: list[tuple[Choice, str]]
+
+
+class Tuner:
+    """Times candidates on random data, outside of any trace that is under way.
+
+    Args:
+        warmup: untimed runs of each candidate.
+        iters: timed runs of each candidate; the fastest counts.
+    """
+
+    def __init__(self, warmup: int = 1, iters: int = 3) -> None:
+        if warmup < 0 or iters < 1:
+            raise ValueError(
+                f"Tuner: warmup must be at least 0 and iters at least 1, got {warmup} and {iters}."
+            )
+        self.warmup, self.iters = warmup, iters
+
+    def measure(self, function: Any, *args: Any) -> float:
+        """Seconds of the fastest of `iters` runs of `function(*args)`."""
+        return timing.measure(function, *args, warmup=self.warmup, iters=self.iters).best
+
+    def autotune(self, inv: Invocation, choices: list[Choice]) -> Tuned | None:
+        """The fastest of `choices` that runs and agrees; None when none does."""
+        return timing.outside_trace(functools.partial(self._autotune, inv, choices))
+
+    def _autotune(self, inv: Invocation, choices: list[Choice]) -> Tuned | None:
+        arguments = _arguments(inv)
+        judge = _Judge(inv, choices, arguments)
+        measured: list[tuple[Choice, float]] = []
+        dropped: list[tuple[Choice, str]] = []
+        for number, choice in enumerate(choices, 1):
+            run = _runner(inv, choice)
+            try:
+                reason = judge.objection(run(*arguments))
+                seconds = self.measure(run, *arguments) if reason is None else None
+            except Exception as error:  # whatever a candidate raises only costs it the race
+                reason, seconds = f"{type(error).__name__}: {error}".partition("\n")[0], None
+            if seconds is None:
+                dropped.append((choice, reason or ""))
+            else:
+                measured.append((choice, seconds))
+            _report(inv, number, len(choices), choice, seconds, reason)
+        if dropped:
+            said = "; ".join(f"{_name(choice)} ({reason})" for choice, reason in dropped)
+            warnings.warn(
+                f"{inv.op.identifier(inv.direction)}: dropped {len(dropped)} of {len(choices)} "
+                f"candidates while tuning: {said}.",
+                TuningWarning,
+                stacklevel=2,
+            )
+        if not measured:
+            return None
+        best, seconds = min(measured, key=lambda pair: pair[1])
+        return Tuned(best, seconds, measured, dropped)
+
+
+def _runner(inv: Invocation, choice: Choice) -> Any:
+    """The candidate's pass as a jitted function of the arguments."""
+    return jax.jit(lambda *arguments: choice.run.run(*arguments, inv.spec, choice.params))
+
+
+def _arguments(inv: Invocation) -> tuple:
+    """Random data of the call's shapes; for a backward also residuals and cotangents."""
+    inputs = _sample(inv)
+    if inv.direction == "forward":
+        return (inputs,)
+    able, _ = inv.op.serving("forward", inputs, inv.spec, inv.device, Platform.XLA.value)
+    forward = able[0][1]
+    params = forward.heuristic(inputs, inv.spec, inv.device)
+    outputs, residuals = jax.jit(lambda x: forward.run(x, inv.spec, params))(inputs)
+    leaves, treedef = jax.tree.flatten(outputs)
+    seeds = jax.random.split(jax.random.key(1), len(leaves))
+    cotangents = [
+        jax.random.normal(s, x.shape, x.dtype) for s, x in zip(seeds, leaves, strict=True)
+    ]
+    return inputs, residuals, jax.tree.unflatten(treedef, cotangents)
+
+
+def _sample(inv: Invocation) -> Any:
+    """Random floats; integers as they came, or what the op says where they are not known yet."""
+    leaves, treedef = jax.tree.flatten(inv.inputs)
+    seeds = jax.random.split(jax.random.key(0), max(len(leaves), 1))
+
+    def draw(seed: Any, x: Any) -> Any:
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            return jax.random.normal(seed, x.shape, x.dtype)
+        if isinstance(x, Tracer | jax.ShapeDtypeStruct):
+            return (
+                jnp.ones(x.shape, x.dtype) if x.dtype == jnp.bool_ else jnp.zeros(x.shape, x.dtype)
+            )
+        return x
+
+    drawn = jax.tree.unflatten(treedef, list(map(draw, seeds, leaves)))
+    return drawn if inv.op.sample is None else inv.op.sample(inv.inputs, drawn, inv.spec)
+
+
+class _Judge:
+    """Compares a candidate with XLA at full precision; a user's own kernel with its heuristic."""
+
+    def __init__(self, inv: Invocation, choices: list[Choice], arguments: tuple) -> None:
+        self.floor = _EPS * (32 if inv.direction == "forward" else 128)
+        trusted = next((c for c in choices if c.source.platform is Platform.XLA), choices[0])
+        try:
+            self.plain = _arrays(_runner(inv, trusted)(*arguments))
+            self.exact = self.plain
+            if not inv.op.native:
+                with jax.default_matmul_precision("highest"):
+                    self.exact = _arrays(_runner(inv, trusted)(*_widened(arguments)))
+        except Exception:  # then there is nothing to compare with: the first that runs is trusted
+            self.plain = self.exact = None
+
+    def objection(self, result: Any) -> str | None:
+        """Why the result cannot be right, or None."""
+        actual = _arrays(result)
+        if self.exact is None or self.plain is None:
+            self.plain = self.exact = actual
+        for got, plain, exact in zip(actual, self.plain, self.exact, strict=True):
+            if got.shape != exact.shape:
+                return f"gives shape {got.shape} where {exact.shape} is expected"
+            eps = max(self.floor, 64 * _resolution(got)) if plain is exact else self.floor
+            allowed = 2 * _distance(plain, exact) + eps * _largest(exact)
+            if not _distance(got, exact) <= allowed:
+                return f"is off by {_distance(got, exact):.2e} where {allowed:.2e} is allowed"
+        return None
+
+
+def _arrays(tree: Any) -> list[np.ndarray]:
+    return [np.asarray(x) for x in jax.tree.leaves(tree)]
+
+
+def _widened(tree: Any) -> Any:
+    return jax.tree.map(
+        lambda x: (
+            x.astype(jnp.float32)
+            if jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32
+            else x
+        ),
+        tree,
+    )
+
+
+def _resolution(x: np.ndarray) -> float:
+    return float(jnp.finfo(x.dtype).eps) if jnp.issubdtype(x.dtype, jnp.floating) else 0.0
+
+
+def _distance(a: np.ndarray, b: np.ndarray) -> float:
+    """Largest difference; equal infinities do not differ, a NaN differs from everything."""
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        gap = np.where(a == b, 0.0, np.abs(a - b))
+    return float(gap.max()) if gap.size else 0.0
+
+
+def _largest(x: np.ndarray) -> float:
+    finite = np.abs(x.astype(np.float64))
+    finite = finite[np.isfinite(finite)]
+    return float(finite.max()) if finite.size else 0.0
+
+
+def _name(choice: Choice) -> str:
+    return f"{choice.source.platform.value} {choice.params}"
+
+
+def _report(
+    inv: Invocation, number: int, total: int, choice: Choice, seconds: float | None, why: str | None
+) -> None:
+    wanted = settings.autotune_progress()
+    if wanted or (wanted is None and sys.stderr.isatty()):
+        outcome = f"{seconds * 1e3:.3f} ms" if seconds is not None else f"dropped: {why}"
+        label = f"{inv.op.identifier(inv.direction)} [{number}/{total}]"
+        print(f"tuning {label} {_name(choice)}: {outcome}", file=sys.stderr)

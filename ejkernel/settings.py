@@ -1,0 +1,88 @@
+"""Every environment variable and option, in one place, read when used.
+
+| variable | meaning | default |
+|---|---|---|
+| `EJKERNEL_AUTOTUNE_POLICY` | `autotune` or `heuristics`: what happens when no configuration is known | by device |
+| `EJKERNEL_AUTOTUNE_PROGRESS` | `1` shows a line per candidate while tuning, `0` stays silent | on a terminal |
+| `EJKERNEL_CACHE_DIR` | directory of the tuned configurations | the user's cache directory |
+| `EJKERNEL_INTERPRET` | `1` lets Pallas and Triton kernels run in their interpreters | `0` |
+| `EJKERNEL_MASK_DEBUG` | `1` prints a line for each access to a `MaskInfo` | `0` |
+| `EJKERNEL_RECORD` | `1` records the calls for tuning them later | `0` |
+"""
+
+import contextlib
+import contextvars
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+_OVERRIDES: contextvars.ContextVar[dict[str, str]] = contextvars.ContextVar("overrides", default={})
+
+
+def _read(name: str) -> str | None:
+    override = _OVERRIDES.get()
+    return override[name] if name in override else os.environ.get(name)
+
+
+def _flag(name: str) -> bool | None:
+    value = _read(name)
+    if value is None or value == "":
+        return None
+    if value not in ("0", "1"):
+        raise ValueError(f"{name} must be 0 or 1, got {value!r}.")
+    return value == "1"
+
+
+@contextlib.contextmanager
+def override(**values: str | bool | os.PathLike) -> Iterator[None]:
+    """Set settings for a block: `with settings.override(interpret=True): ...`."""
+    named = {
+        f"EJKERNEL_{name.upper()}": str(int(value)) if isinstance(value, bool) else str(value)
+        for name, value in values.items()
+    }
+    if unknown := [name for name in named if name not in (__doc__ or "")]:
+        raise ValueError(f"settings: unknown setting {', '.join(unknown)}.")
+    token = _OVERRIDES.set(_OVERRIDES.get() | named)
+    try:
+        yield
+    finally:
+        _OVERRIDES.reset(token)
+
+
+def autotune_policy() -> str | None:
+    """`autotune`, `heuristics`, or None: let the device decide."""
+    value = _read("EJKERNEL_AUTOTUNE_POLICY") or None
+    if value not in (None, "autotune", "heuristics"):
+        raise ValueError(
+            f"EJKERNEL_AUTOTUNE_POLICY must be autotune or heuristics, got {value!r}."
+        )
+    return value
+
+
+def autotune_progress() -> bool | None:
+    """Whether tuning reports each candidate; None: only on a terminal."""
+    return _flag("EJKERNEL_AUTOTUNE_PROGRESS")
+
+
+def cache_dir() -> Path:
+    """Where tuned configurations are kept; not created until something is written."""
+    if value := _read("EJKERNEL_CACHE_DIR"):
+        return Path(value).expanduser()
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("ejkernel"))
+
+
+def interpret() -> bool:
+    """Whether kernels may run in an interpreter where their hardware is missing."""
+    return bool(_flag("EJKERNEL_INTERPRET"))
+
+
+def mask_debug() -> bool:
+    """Whether `MaskInfo` starts in debug mode."""
+    return bool(_flag("EJKERNEL_MASK_DEBUG"))
+
+
+def record() -> bool:
+    """Whether calls are recorded for offline tuning."""
+    return bool(_flag("EJKERNEL_RECORD"))

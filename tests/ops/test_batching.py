@@ -1,0 +1,85 @@
+"""The mapped axis joins the batch where it can; the calls run in turn where it cannot."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtyping import Array, Float
+
+from ejkernel.ops.batching import over_batch
+
+
+class Pair(NamedTuple):
+    rows: Float[Array, "b t"]
+    weight: Float[Array, "h"]
+    shift: Float[Array, "#b t"]
+
+
+class Result(NamedTuple):
+    out: Float[Array, "b t"]
+
+
+class Summed(NamedTuple):
+    total: Float[Array, "t"]
+
+
+def weighted(pair):
+    return Result(pair.rows * pair.weight.sum() + pair.shift)
+
+
+def summed(pair):
+    return Summed((pair.rows + pair.shift).sum(0))
+
+
+def make(batch=3, shift=1, seed=0):
+    draw = np.random.default_rng(seed).standard_normal
+    return Pair(jnp.asarray(draw((batch, 4))), jnp.asarray(draw(2)), jnp.asarray(draw((shift, 4))))
+
+
+def calls_made(function, *args):
+    """How often the program runs the function one by one: a loop shows as a scan."""
+    return str(jax.make_jaxpr(function)(*args)).count("scan[")
+
+
+@pytest.mark.parametrize("shift", [1, 3])
+@pytest.mark.parametrize("mapped", [(0, None, None), (0, None, 0), (None, None, 0), (0, 0, 0)])
+@pytest.mark.parametrize("run", [weighted, summed])
+def test_every_way_of_mapping_equals_a_loop(run, mapped, shift):
+    pairs = [make(shift=shift, seed=seed) for seed in (0, 1, 2)]
+    stacked = Pair(
+        *(
+            jnp.stack(leaves) if axis == 0 else leaves[0]
+            for leaves, axis in zip(zip(*pairs, strict=True), mapped, strict=True)
+        )
+    )
+    call = jax.vmap(lambda pair: over_batch(run, pair), in_axes=(Pair(*mapped),))
+    got = call(stacked)[0]
+    for i, pair in enumerate(pairs):
+        chosen = Pair(
+            *(
+                mine if axis == 0 else first
+                for mine, first, axis in zip(pair, pairs[0], mapped, strict=True)
+            )
+        )
+        np.testing.assert_allclose(got[i], run(chosen)[0], rtol=1e-6)
+
+
+def test_rows_are_folded_not_looped():
+    call = jax.vmap(lambda rows: over_batch(weighted, make()._replace(rows=rows)))
+    assert calls_made(call, jnp.ones((5, 3, 4))) == 0
+
+
+def test_a_sum_over_the_batch_is_not_folded():
+    call = jax.vmap(lambda rows: over_batch(summed, make()._replace(rows=rows)))
+    assert calls_made(call, jnp.ones((5, 3, 4))) == 1
+
+
+def test_nested_maps_fold_twice():
+    call = jax.vmap(jax.vmap(lambda rows: over_batch(weighted, make()._replace(rows=rows))))
+    rows = jnp.arange(2 * 5 * 3 * 4.0).reshape(2, 5, 3, 4)
+    assert calls_made(call, rows) == 0
+    np.testing.assert_allclose(
+        call(rows).out[1, 4], weighted(make()._replace(rows=rows[1, 4])).out, rtol=1e-6
+    )

@@ -1,0 +1,284 @@
+"""A user's own kernel is configured, measured, cached, differentiated and mapped like ours."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+from ops.kernels import Cube, Hopeless, Scale, ScaleConfig, Wrong
+
+from ejkernel import kernel_registry
+from ejkernel.errors import TuningWarning
+from ejkernel.ops import (
+    AutotunePolicy,
+    ConfigCache,
+    ConfigSelectorChain,
+    Executor,
+    Kernel,
+    PersistentCache,
+    Tuner,
+    device_fingerprint,
+    overlay_cache,
+    policy_override,
+)
+
+HEURISTICS = AutotunePolicy(allow_autotune=False, cache_miss_fallback="heuristics")
+
+
+@pytest.fixture
+def watched():
+    """An executor that tunes, and the list of its decisions."""
+    events = []
+    chain = ConfigSelectorChain(
+        cache=ConfigCache(),
+        policy=AutotunePolicy(),
+        tuner=Tuner(warmup=1, iters=2),
+        on_event=lambda name, **data: events.append((name, data)),
+    )
+    return Executor(chain), events
+
+
+def names(events):
+    return [name for name, _ in events]
+
+
+X = np.arange(6.0, dtype=np.float32).reshape(2, 3)
+
+
+def test_the_first_call_tunes_and_the_second_hits_the_cache(watched):
+    executor, events = watched
+    np.testing.assert_array_equal(executor(Scale(), X, factor=3.0), 3 * X)
+    np.testing.assert_array_equal(executor(Scale(), X, factor=3.0), 3 * X)
+    assert names(events) == ["autotune_start", "autotune_finish", "cache_hit"]
+    assert events[1][1]["cfg"] in (ScaleConfig(64), ScaleConfig(128))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: ((x[:1],), {}),
+        lambda x: ((x.astype(np.float16),), {}),
+        lambda x: ((x,), {"factor": 5.0}),
+    ],
+    ids=["shape", "dtype", "static argument"],
+)
+def test_a_changed_call_misses(watched, change):
+    executor, events = watched
+    executor(Scale(), X)
+    events.clear()
+    args, kwargs = change(X)
+    executor(Scale(), *args, **kwargs)
+    assert names(events) == ["autotune_start", "autotune_finish"]
+
+
+def test_a_new_version_invalidates(watched):
+    class Newer(Scale):
+        version = "2"
+
+    executor, events = watched
+    executor(Scale(), X)
+    events.clear()
+    executor(Newer(), X)
+    assert names(events)[0] == "autotune_start"
+
+
+def test_candidates_that_raise_or_lie_are_dropped_and_reported(watched):
+    executor, events = watched
+    with pytest.warns(TuningWarning, match=r"dropped 2 of 3.*does not compile.*off by"):
+        np.testing.assert_array_equal(executor(Wrong(), X), 2 * X)
+    assert events[-1][1]["cfg"] == ScaleConfig(128)
+
+
+def test_when_every_candidate_fails_the_heuristic_is_used(watched):
+    executor, events = watched
+    with (
+        pytest.warns(TuningWarning, match="dropped 3 of 3"),
+        pytest.raises(RuntimeError, match="does not compile"),
+    ):
+        executor(Hopeless(), X[0])
+    assert names(events) == ["autotune_start", "autotune_finish", "heuristics"]
+
+
+def test_the_heuristics_policy_times_nothing():
+    events = []
+    chain = ConfigSelectorChain(
+        ConfigCache(), HEURISTICS, on_event=lambda name, **data: events.append(name)
+    )
+    Executor(chain)(Scale(), X)
+    assert events == ["heuristics"]
+    assert len(chain.cache) == 0
+
+
+def test_a_policy_that_allows_nothing_is_an_error():
+    policy = AutotunePolicy(allow_autotune=False, allow_heuristics=False)
+    executor = Executor(ConfigSelectorChain(ConfigCache(), policy))
+    with pytest.raises(RuntimeError, match="scale: no configuration is known"):
+        executor(Scale(), X)
+
+
+def test_policy_override_holds_for_its_block(watched):
+    executor, events = watched
+    with policy_override(executor.chooser, allow_autotune=False):
+        executor(Scale(), X)
+    executor(Scale(), X)
+    assert names(events) == ["heuristics", "autotune_start", "autotune_finish"]
+
+
+def test_an_explicit_configuration_wins_and_is_never_stored(watched, tmp_path):
+    executor, events = watched
+    executor.chooser.persistent = PersistentCache("scale", tmp_path / "scale.json")
+    for policy in (None, HEURISTICS):
+        executor.chooser.policy = policy
+        Scale.ran.clear()
+        executor(Scale(), X, cfg=ScaleConfig(7))
+        assert Scale.ran == [7]
+    assert names(events) == ["override", "override"]
+    assert len(executor.chooser.cache) == 0
+    assert not (tmp_path / "scale.json").exists()
+
+
+def test_an_overlay_wins_over_the_caches(watched):
+    executor, events = watched
+    executor(Scale(), X)
+    key = executor.invocation(Scale(), X).key
+    assert key[:2] == (device_fingerprint(), "scale@v1")
+    with overlay_cache({key: ScaleConfig(16)}):
+        Scale.ran.clear()
+        executor(Scale(), X)
+        assert Scale.ran == [16]
+    assert names(events)[-1] == "overlay_hit"
+    executor(Scale(), X)
+    assert names(events)[-1] == "cache_hit"
+
+
+def test_what_was_measured_is_found_on_disk_by_the_next_process(watched, tmp_path):
+    executor, events = watched
+    executor.chooser.persistent = PersistentCache("scale", tmp_path / "scale.json")
+    executor(Scale(), X)
+    tuned = events[-1][1]["cfg"]
+    later = Executor(
+        ConfigSelectorChain(
+            ConfigCache(),
+            AutotunePolicy(),
+            persistent=PersistentCache("scale", tmp_path / "scale.json"),
+            on_event=lambda name, **data: events.append((name, data)),
+        )
+    )
+    events.clear()
+    later(Scale(), X)
+    assert names(events) == ["cache_hit"]
+    assert events[0][1]["level"] == "persistent"
+    assert later.choose_config(Scale(), X).params == tuned
+
+
+def test_one_candidate_is_not_worth_tuning(watched):
+    executor, events = watched
+    executor(Cube(), X, X)
+    assert names(events) == ["heuristics"]
+
+
+def test_several_processes_never_tune(watched, monkeypatch):
+    executor, events = watched
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    executor(Scale(), X)
+    assert names(events) == ["heuristics"]
+
+
+def test_tuning_works_while_a_trace_is_under_way(watched):
+    executor, events = watched
+    result = jax.jit(jax.vmap(lambda x: executor(Scale(), x, factor=4.0)))(jnp.asarray(X))
+    np.testing.assert_array_equal(result, 4 * X)
+    assert names(events) == ["autotune_start", "autotune_finish"]
+
+
+def test_run_is_differentiated_where_there_is_no_vjp(watched):
+    executor, _ = watched
+    gradient = jax.grad(lambda x: executor(Scale(), x, factor=3.0).sum())(jnp.asarray(X))
+    np.testing.assert_array_equal(gradient, np.full_like(X, 3.0))
+    _, tangent = jax.jvp(lambda x: executor(Scale(), x), (jnp.asarray(X),), (jnp.asarray(X),))
+    np.testing.assert_array_equal(tangent, 2 * X)
+
+
+def test_vjp_receives_residuals_result_and_cotangent(watched):
+    executor, _ = watched
+    weight, x = jnp.float32(2.0), jnp.asarray(X)
+    value, pull_back = jax.vjp(lambda w, x: executor(Cube(), w, x), weight, x)
+    np.testing.assert_allclose(value, 2 * X**3)
+    d_weight, d_x = pull_back(jnp.ones_like(value))
+    assert d_weight == 0
+    np.testing.assert_allclose(d_x, 10 * 3 * 2 * X**2)
+
+
+def test_a_gradient_for_each_positional_argument_is_asked_for(watched):
+    class Short(Cube):
+        def vjp(self, residuals, y, dy, weight, x, *, cfg):
+            return (dy,)
+
+    executor, _ = watched
+    with pytest.raises(ValueError, match="vjp must return 2 gradients"):
+        jax.grad(lambda x: executor(Short(), x, x).sum())(jnp.asarray(X))
+
+
+def test_a_kernel_maps_and_shards(watched):
+    executor, _ = watched
+    np.testing.assert_array_equal(jax.vmap(lambda x: executor(Cube(), x, x))(X), X**4)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("dp",))
+    spec = PartitionSpec("dp")
+    sharded = executor(Scale(), jnp.asarray(X), mesh=mesh, in_specs=(spec,), out_specs=spec)
+    np.testing.assert_array_equal(sharded, 2 * X)
+    with pytest.raises(ValueError, match="needs in_specs= and out_specs="):
+        executor(Scale(), X, mesh=mesh)
+
+
+def test_compile_gives_a_function_of_the_arrays(watched):
+    executor, _ = watched
+    run = executor.compile(Scale(), X, factor=3.0)
+    np.testing.assert_array_equal(run(X + 1, factor=3.0), 3 * (X + 1))
+    with pytest.raises(ValueError, match="differs in structure"):
+        run(X, X, factor=3.0)
+
+
+def test_the_platform_variant_runs_on_its_platform(watched):
+    class Variant(Scale):
+        def run_tpu(self, x, *, factor=2.0, cfg):
+            raise AssertionError("not here")
+
+        def run_cpu(self, x, *, factor=2.0, cfg):
+            return -x
+
+    executor, _ = watched
+    np.testing.assert_array_equal(executor(Variant("variant"), X), -X)
+    backends = [s.backend.value for s in kernel_registry.list_implementations("variant")]
+    assert backends == ["tpu", "cpu", "any"]
+
+
+def test_a_kernel_is_an_op_of_the_table_but_cannot_take_our_names(watched):
+    executor, _ = watched
+    executor(Scale("mine"), X)
+    assert "mine" in kernel_registry.list_algorithms()
+    with pytest.raises(ValueError, match="is an operation of the package"):
+        executor(Scale("flash_attention"), X)
+
+
+def test_unhashable_static_arguments_are_refused_in_words(watched):
+    executor, _ = watched
+    with pytest.raises(ValueError, match="scale: static arguments must be hashable"):
+        executor(Scale(), X, factor={1, 2})
+
+
+def test_threads_tune_a_call_once(watched):
+    executor, events = watched
+    threads = [threading.Thread(target=executor, args=(Scale(), X)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert names(events).count("autotune_start") == 1
+
+
+def test_a_kernel_must_say_what_it_runs():
+    executor = Executor(ConfigSelectorChain(ConfigCache()))
+    with pytest.raises(NotImplementedError, match="Kernel must define"):
+        executor(Kernel("nothing"), X)
