@@ -1,0 +1,49 @@
+"""Partition specs made to fit an array and a mesh."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+
+def get_corrected_named_sharding(
+    shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | AbstractMesh
+) -> NamedSharding:
+    """The sharding that a spec asks for, as far as the mesh and the shape allow it.
+
+    Axis names that the mesh lacks are dropped, and a dimension that the remaining axes do not
+    divide is not partitioned. The spec is cut or filled with None to the rank of the array; if
+    nothing is left to partition, it is empty.
+
+    Args:
+        shape: The shape of the array.
+        spec: The wish; an entry is None, the name of a mesh axis, or a tuple of names.
+        mesh: The mesh.
+
+    Returns:
+        A sharding that `jax.device_put` accepts for an array of this shape.
+
+    Example:
+        >>> mesh = AbstractMesh((2, 4), ("dp", "tp"))
+        >>> spec = PartitionSpec(("dp", "fsdp"), "sp", "tp")
+        >>> get_corrected_named_sharding((8, 128, 4), spec, mesh).spec
+        P('dp', None, 'tp')
+        >>> get_corrected_named_sharding((3, 128, 6), spec, mesh).spec
+        P()
+    """
+    wishes = [*spec, *[None] * len(shape)]
+    entries = [_fitting(size, wish, mesh) for size, wish in zip(shape, wishes, strict=False)]
+    if all(entry is None for entry in entries):
+        entries = []
+    return NamedSharding(mesh, PartitionSpec(*entries))
+
+
+def _fitting(size: int, wish: Any, mesh: Mesh | AbstractMesh) -> Any:
+    if wish is PartitionSpec.UNCONSTRAINED:
+        return wish
+    names = wish if isinstance(wish, tuple) else (wish,)
+    present = [name for name in names if name in mesh.shape]
+    if not present or size % math.prod(mesh.shape[name] for name in present):
+        return None
+    return tuple(present) if len(present) > 1 else present[0]
