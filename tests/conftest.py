@@ -1,11 +1,24 @@
 """Every test sees eight CPU devices and a cache directory of its own."""
 
+import os
+
 import jax
+import jaxtyping
 import pytest
 
+# Compiling is most of what the tests do, and what they compile runs once.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
 jax.config.update("jax_num_cpu_devices", 8)
 
 
 @pytest.fixture(autouse=True)
 def _private_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def as_a_user_calls():
+    """Without the shape checks that only tests have, so that our own messages are seen."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

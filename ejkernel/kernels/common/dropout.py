@@ -1,0 +1,84 @@
+"""Dropout whose bits depend on where an element stands, not on how the work was cut up.
+
+Every element of the attention matrix has a 32-bit number made from (seed, batch, head, row, column).
+All arithmetic is on unsigned 32-bit integers and wraps around; `>>` shifts in zeros.
+
+    mix(x):    x ^= x >> 16;  x *= 0x85EBCA6B;  x ^= x >> 13;  x *= 0xC2B2AE35;  x ^= x >> 16
+
+    chain(x):  x = mix(x + batch * 0x9E3779B9);  x = mix(x + head * 0x9E3779B9)
+               x = mix(x + row * 0x9E3779B9)
+    a = chain(mix(seed))                two numbers for each row, so that two of the many rows
+    b = chain(mix(seed ^ 0x5BD1E995))   do not come to share one sequence
+
+    x = a + column * 0x9E3779B9         for each element: three multiplications
+    x ^= x >> 16;  x *= 0x7FEB352D
+    x ^= x >> 15;  x ^= b;  x *= 0x846CA68B
+    bits = x ^ (x >> 16)
+
+The element is dropped when `bits < threshold`, with `threshold = floor(probability * 2**32)`: an
+unsigned comparison, exact on every platform.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+_STRIDE = 0x9E3779B9
+
+
+class Dropout(NamedTuple):
+    """The counters of a call: a shard carries the global indices of its rows and heads."""
+
+    seed: Int[Array, ""]
+    batch_index: Int[Array, "b"]
+    head_index: Int[Array, "n"]
+
+
+def threshold(probability: float) -> int:
+    """The number below which an element's bits drop it."""
+    return min(int(probability * 2.0**32), 2**32 - 1)
+
+
+def bits(seed: Any, batch: Any, head: Any, row: Any, column: Any) -> jax.Array:
+    """The 32 random bits of each element, `uint32`, of the shape the indices broadcast to."""
+    seed, batch, head, row, column = map(_unsigned, (seed, batch, head, row, column))
+    first, second = (
+        _chain(_mix(x), batch, head, row) for x in (seed, seed ^ np.uint32(0x5BD1E995))
+    )
+    x = first + column * np.uint32(_STRIDE)
+    x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15) ^ second) * np.uint32(0x846CA68B)
+    return x ^ (x >> 16)
+
+
+def keep(probability: float, seed: Any, batch: Any, head: Any, row: Any, column: Any) -> jax.Array:
+    """Whether each element survives dropout with this probability; indices broadcast.
+
+    >>> import jax.numpy as jnp
+    >>> kept = keep(0.25, 7, 0, 0, jnp.arange(100)[:, None], jnp.arange(100))
+    >>> kept.shape, round(float(kept.mean()), 2)
+    ((100, 100), 0.75)
+    """
+    return bits(seed, batch, head, row, column) >= np.uint32(threshold(probability))
+
+
+def _unsigned(index: Any) -> jax.Array:
+    index = jnp.asarray(index)
+    if index.dtype in (jnp.int32, jnp.uint32):
+        return jax.lax.bitcast_convert_type(index, jnp.uint32)
+    return index.astype(jnp.uint32)
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
+
+
+def _chain(x: jax.Array, *counters: jax.Array) -> jax.Array:
+    for counter in counters:
+        x = _mix(x + counter * np.uint32(_STRIDE))
+    return x

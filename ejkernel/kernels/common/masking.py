@@ -1,0 +1,182 @@
+"""From the mask arguments of a call to one rule: everything that hides a key, in one place."""
+
+import functools
+import operator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.kernels.common.arguments import as_array, cumulative_lengths, window_pair
+from ejkernel.types.mask import MaskInfo
+from ejkernel.types.rules import Band, Dense, Everything, Rule, Segments
+
+
+class Extent(NamedTuple):
+    """What a mask must fit: batch, heads, queries, keys."""
+
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+
+
+def attention_rule(
+    op: str,
+    extent: Extent,
+    *,
+    mask_info: MaskInfo | None,
+    attention_mask: Any,
+    causal: bool,
+    causal_offset: Any,
+    sliding_window: Any,
+    cum_seqlens_q: Any = None,
+    cum_seqlens_k: Any = None,
+) -> Rule:
+    """The conjunction of everything that was said about who may see whom."""
+    rule: Rule = Everything()
+    if mask_info is not None:
+        rule = _from_mask_info(op, extent, mask_info)
+    if attention_mask is not None:
+        rule = rule & Dense(dense_mask(op, extent, attention_mask))
+    window = window_pair(op, sliding_window)
+    if not causal and not _is_zero(causal_offset):
+        raise ValueError(f"{op}: causal_offset needs causal=True.")
+    if cum_seqlens_q is not None:
+        packing = _packing(op, extent, cum_seqlens_q, cum_seqlens_k)
+        return rule & packing.rule(op, causal, causal_offset, window)
+    if cum_seqlens_k is not None:
+        raise ValueError(f"{op}: cum_seqlens_k needs cum_seqlens_q.")
+    if causal:
+        rule = rule & Band(None, _offset(op, causal_offset, extent.batch, "batch row"))
+    if window is not None:
+        rule = rule & Band(-window[0], window[1])
+    return rule
+
+
+def dense_mask(op: str, extent: Extent, mask: Any) -> jax.Array:
+    """A mask of rank 2 [b, s] (keys that are there), 3 [b, t, s] or 4 as [#b, #n, #t, #s]."""
+    mask = given = as_array(op, "attention_mask", mask)
+    if mask.dtype != jnp.bool_:
+        mask = mask != 0
+    if mask.ndim == 2:
+        mask = mask[:, None, None, :]
+    elif mask.ndim == 3:
+        mask = mask[:, None]
+    if mask.ndim != 4 or any(
+        size not in (1, full) for size, full in zip(mask.shape, extent, strict=True)
+    ):
+        raise ValueError(
+            f"{op}: attention_mask must have shape [batch, keys], [batch, queries, keys] or "
+            f"[batch, heads, queries, keys], here {tuple(extent)}, got {given.shape}."
+        )
+    return mask
+
+
+def _from_mask_info(op: str, extent: Extent, mask_info: Any) -> Rule:
+    if not isinstance(mask_info, MaskInfo):
+        raise ValueError(f"{op}: mask_info must be a MaskInfo, got {type(mask_info).__name__}.")
+    batch, lengths = mask_info.batch_size, (mask_info.q_len, mask_info.kv_len)
+    if lengths != (extent.queries, extent.keys) or batch not in (None, 1, extent.batch):
+        raise ValueError(
+            f"{op}: mask_info has shape {mask_info.shape} (batch, queries, keys), the arrays have "
+            f"{(extent.batch, extent.queries, extent.keys)}; a batch of 1 serves every row."
+        )
+    if mask_info.rule.heads not in (1, extent.heads):
+        raise ValueError(
+            f"{op}: mask_info has {mask_info.rule.heads} heads, the query has {extent.heads}."
+        )
+    return mask_info.rule
+
+
+def _is_zero(offset: Any) -> bool:
+    return isinstance(offset, int | np.integer) and offset == 0
+
+
+def _offset(op: str, offset: Any, count: int, per: str) -> Any:
+    """A causal offset: a static int, or an int32 array with one entry per row."""
+    if isinstance(offset, int | np.integer):
+        return operator.index(offset)
+    offset = as_array(op, "causal_offset", offset)
+    if offset.shape not in ((), (1,), (count,)) or not jnp.issubdtype(offset.dtype, jnp.integer):
+        raise ValueError(
+            f"{op}: causal_offset must be an int or {count} ints, one per {per}, "
+            f"got {offset.dtype}{list(offset.shape)}."
+        )
+    return jnp.atleast_1d(offset).astype(jnp.int32)
+
+
+class _Packing(NamedTuple):
+    """Sequences laid end to end: where each token's sequence is, and where it would sit in keys."""
+
+    segments: Segments
+    positions: jax.Array | None  # [1, t]: index of the key at the query's place; None: its own
+    count: int
+
+    def rule(self, op: str, causal: bool, offset: Any, window: tuple[int, int] | None) -> Rule:
+        rule: Rule = self.segments
+        if causal:
+            shift = _offset(op, offset, self.count, "sequence")
+            if isinstance(shift, int) or shift.shape[0] == 1:
+                rule = rule & Band(None, shift, self.positions)
+            else:
+                rule = rule & Band(None, 0, _shifted(self.segments.q_ids, self.positions, shift))
+        if window is not None:
+            rule = rule & Band(-window[0], window[1], self.positions)
+        return rule
+
+
+def _packing(op: str, extent: Extent, cum_q: Any, cum_k: Any) -> _Packing:
+    if extent.batch != 1:
+        raise ValueError(
+            f"{op}: cum_seqlens_* describe one packed row, got a batch of {extent.batch}; for "
+            "padded rows use MaskInfo.from_cu_seqlens."
+        )
+    cum_q = cumulative_lengths(op, "cum_seqlens_q", cum_q, extent.queries)
+    if cum_k is None:
+        if extent.queries != extent.keys:
+            raise ValueError(
+                f"{op}: {extent.queries} queries and {extent.keys} keys need cum_seqlens_k as well."
+            )
+        return _Packing(_same_segments(cum_q, extent.queries), None, cum_q.shape[0] - 1)
+    cum_k = cumulative_lengths(op, "cum_seqlens_k", cum_k, extent.keys)
+    if cum_q.shape != cum_k.shape:
+        raise ValueError(
+            f"{op}: cum_seqlens_q and cum_seqlens_k must describe as many sequences, got "
+            f"{cum_q.shape[0] - 1} and {cum_k.shape[0] - 1}."
+        )
+    segments, positions = _segments(cum_q, cum_k, extent.queries, extent.keys)
+    return _Packing(segments, positions, cum_q.shape[0] - 1)
+
+
+def _ids(cum: jax.Array, tokens: int) -> jax.Array:
+    """The sequence of each token [1, tokens]; -1 past the last."""
+    index = jnp.arange(tokens, dtype=cum.dtype)
+    ids = jnp.searchsorted(cum, index, side="right").astype(jnp.int32) - 1
+    return jnp.where(index < cum[-1], ids, -1)[None]
+
+
+@functools.partial(jax.jit, static_argnames="tokens")
+def _same_segments(cum: jax.Array, tokens: int) -> Segments:
+    ids = _ids(cum, tokens)
+    return Segments(ids, ids)
+
+
+@functools.partial(jax.jit, static_argnames=("queries", "keys"))
+def _segments(
+    cum_q: jax.Array, cum_k: jax.Array, queries: int, keys: int
+) -> tuple[Segments, jax.Array]:
+    q_ids = _ids(cum_q, queries)
+    # Where the key at the same place in the query's sequence lies. It grows with the query, so a
+    # block of queries still covers one range of keys.
+    shift = (cum_k - cum_q)[jnp.maximum(q_ids, 0)]
+    positions = jnp.arange(queries, dtype=jnp.int32) + shift.astype(jnp.int32)
+    return Segments(q_ids, _ids(cum_k, keys)), positions
+
+
+@jax.jit
+def _shifted(q_ids: jax.Array, positions: jax.Array | None, shift: jax.Array) -> jax.Array:
+    if positions is None:
+        positions = jnp.arange(q_ids.shape[-1], dtype=jnp.int32)
+    return positions + shift[jnp.maximum(q_ids, 0)]

@@ -1,0 +1,27 @@
+"""Masks to tune on, where the real ones are not known yet."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.types.rules import And, KeyLength, Or, QueryLength, Rule
+
+_LONG = 2**30
+
+
+def visible(rule: Rule, drawn: Rule) -> Rule:
+    """`drawn` with every length that was only a shape in `rule` made long enough to hide nothing.
+
+    Zeros, which stand for unknown integers, would make every row empty and every kernel fast.
+    """
+    if isinstance(rule, And | Or) and isinstance(drawn, And | Or):
+        parts = map(visible, rule.rules, drawn.rules)
+        return type(drawn)(tuple(parts))
+    if isinstance(rule, KeyLength | QueryLength) and _unknown(rule.length):
+        return type(rule)(jnp.full(rule.length.shape, _LONG, jnp.int32))  # pyright: ignore
+    return drawn
+
+
+def _unknown(x: Any) -> bool:
+    return isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct)

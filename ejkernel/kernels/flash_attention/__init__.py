@@ -1,0 +1,22 @@
+"""Exact softmax attention whose memory is linear in the sequence length."""
+
+from ejkernel.kernels.flash_attention.config import FlashAttentionConfig
+from ejkernel.kernels.flash_attention.inputs import Outputs, sample
+from ejkernel.ops.implementation import Op, Source
+from ejkernel.ops.platform import Backend, Platform
+
+OP = Op(
+    name="flash_attention",
+    config=FlashAttentionConfig,
+    outputs=Outputs,
+    reference="ejkernel.kernels.flash_attention.reference",
+    sources=[
+        Source(Platform.XLA, Backend.ANY, "ejkernel.kernels.flash_attention.xla"),
+    ],
+    operands=("query", "key", "value", "bias", "sinks", "cum_seqlens_q", "cum_seqlens_k"),
+    shardable=frozenset("bnk"),
+    bucketed=frozenset("bts"),
+    groups={"k": "n"},
+    hint=dict.fromkeys("ts", "; for a split sequence there is ring_attention"),
+    sample=sample,
+)

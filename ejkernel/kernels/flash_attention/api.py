@@ -1,0 +1,222 @@
+"""The call: what it takes, what it means, how it becomes `Inputs` and `Spec`."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.typing import ArrayLike
+
+from ejkernel.kernels.common.arguments import as_array, check_attention_shapes, static_number
+from ejkernel.kernels.common.masking import Extent, attention_rule
+from ejkernel.kernels.flash_attention import OP
+from ejkernel.kernels.flash_attention.config import FlashAttentionConfig
+from ejkernel.kernels.flash_attention.inputs import Dropout, Inputs, Spec
+from ejkernel.ops import executor
+from ejkernel.ops.executor import Request
+from ejkernel.ops.implementation import Op
+from ejkernel.ops.module import Module, public
+from ejkernel.types.mask import MaskInfo
+
+
+def attend(
+    op: Op,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    cum_seqlens_q: ArrayLike | None = None,
+    cum_seqlens_k: ArrayLike | None = None,
+    softmax_aux: ArrayLike | None = None,
+    *,
+    mask_info: MaskInfo | None = None,
+    attention_mask: ArrayLike | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    causal_offset: int | ArrayLike = 0,
+    sliding_window: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    dropout_prob: float = 0.0,
+    dropout_seed: int | ArrayLike | None = None,
+    return_lse: bool = False,
+    platform: str | None = None,
+    cfg: FlashAttentionConfig | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: tuple[PartitionSpec | None, ...] | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | None = None,
+) -> Any:
+    """Exact softmax attention whose memory is linear in the sequence length.
+
+    For each query row, over the keys it may see,
+
+        logits = soft_cap(softmax_scale * query @ key.T + bias)
+        output = dropout(exp(logits) / (sum(exp(logits)) + sum(exp(softmax_aux)))) @ value
+
+    with `soft_cap(x) = logits_soft_cap * tanh(x / logits_soft_cap)`. A row that sees nothing gives
+    exactly 0. Query head `i` uses key head `i // (heads // kv_heads)`.
+
+    Args:
+        query: `[batch, queries, heads, head_dim]`; with `cum_seqlens_q` also without the batch.
+        key: `[batch, keys, kv_heads, head_dim]`; `heads` is a multiple of `kv_heads`.
+        value: `[batch, keys, kv_heads, value_dim]`.
+        bias: added to the scaled logits; broadcastable to `[batch, heads, queries, keys]`.
+        cum_seqlens_q: `[0, l1, l1 + l2, ...]`, sequences packed into one row. A token sees its own
+            sequence only; causal and window count positions within it.
+        cum_seqlens_k: the same for the keys, by default `cum_seqlens_q`.
+        softmax_aux: attention sinks, `[sinks]` for all heads or `[heads, sinks]`.
+        mask_info: a `MaskInfo`; its batch may be 1.
+        attention_mask: True (or nonzero) where a key may be seen: `[batch, keys]`,
+            `[batch, queries, keys]` or `[batch, heads, queries, keys]`.
+        softmax_scale: by default `head_dim ** -0.5`.
+        causal: query `q` sees keys `k <= q + causal_offset`.
+        causal_offset: a number, or one per batch row (packed: one per sequence). For queries at the
+            end of the keys pass `keys - queries`.
+        sliding_window: `w` or `(left, right)`: `-left <= k - q <= right`.
+        logits_soft_cap: bound of the logits.
+        dropout_prob: probability with which a weight is dropped, in [0, 1).
+        dropout_seed: an integer; the bits depend on it and on (batch, head, query, key) alone, not
+            on platform, blocks or sharding. By default 0.
+        return_lse: also return the log-sum-exp.
+        platform: "xla", "pallas", "triton", "cuda", or None for the best that can serve the call.
+        cfg: blocks and launch parameters; by default chosen for the call.
+        mesh: run under `shard_map` over this mesh.
+        in_specs: with `mesh`, the specs of query, key and value; the others follow from them.
+        out_specs: the spec of the output; it follows from `in_specs`.
+
+    Returns:
+        The output `[batch, queries, heads, value_dim]` in the dtype of the query. With
+        `return_lse` a pair of it and the natural logarithm of the sum of exponentials,
+        `[batch, heads, queries]` in float32: of the visible keys, without the sinks, -inf for a row
+        that sees nothing. Gradients flow through both.
+
+    Raises:
+        ValueError: the arguments do not fit each other.
+        UnsupportedError: the platform that was asked for cannot serve the call.
+
+    >>> import jax.numpy as jnp
+    >>> from ejkernel.modules import flash_attention
+    >>> x = jnp.ones((2, 128, 8, 64))
+    >>> flash_attention(x, x, x, causal=True).shape
+    (2, 128, 8, 64)
+    """
+    name = op.name
+    query, key, value = (
+        as_array(name, "query", query),
+        as_array(name, "key", key),
+        as_array(name, "value", value),
+    )
+    packed_rank = query.ndim == 3 and cum_seqlens_q is not None
+    if packed_rank:
+        query, key, value = query[None], key[None], value[None]
+    check_attention_shapes(name, query, key, value)
+    extent = Extent(query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+    inputs = Inputs(
+        query,
+        key,
+        value,
+        bias=_bias(name, bias, extent),
+        sinks=_sinks(name, softmax_aux, extent.heads),
+        mask=attention_rule(
+            name,
+            extent,
+            mask_info=mask_info,
+            attention_mask=attention_mask,
+            causal=causal,
+            causal_offset=causal_offset,
+            sliding_window=sliding_window,
+            cum_seqlens_q=cum_seqlens_q,
+            cum_seqlens_k=cum_seqlens_k,
+        ),
+        dropout=_dropout(name, dropout_prob, dropout_seed, extent),
+    )
+    spec = _spec(name, query.shape[3], softmax_scale, logits_soft_cap, dropout_prob)
+    if 0 in (*extent, value.shape[3]):
+        out = jnp.zeros((*query.shape[:3], value.shape[3]), query.dtype)
+        lse = jnp.full((extent.batch, extent.heads, extent.queries), -jnp.inf, jnp.float32)
+    else:
+        request = Request(platform, cfg, mesh, _tuple(in_specs), _tuple(out_specs))
+        out, lse = executor.run(op, inputs, spec, request)
+    if packed_rank:
+        out, lse = out[0], lse[0]
+    return (out, lse) if return_lse else out
+
+
+def _tuple(specs: Any) -> Any:
+    return tuple(specs) if isinstance(specs, list) else specs
+
+
+def _bias(op: str, bias: Any, extent: Extent) -> jax.Array | None:
+    """The bias with rank 4, at its own shape."""
+    if bias is None:
+        return None
+    bias = as_array(op, "bias", bias)
+    shape = (1,) * (4 - bias.ndim) + bias.shape
+    if (
+        bias.ndim < 2
+        or len(shape) != 4
+        or not jnp.issubdtype(bias.dtype, jnp.floating)
+        or any(size not in (1, full) for size, full in zip(shape, extent, strict=True))
+    ):
+        raise ValueError(
+            f"{op}: bias must be floating point and broadcast to [batch, heads, queries, keys] = "
+            f"{tuple(extent)}, got {bias.dtype}{list(bias.shape)}."
+        )
+    return bias if bias.ndim == 4 else bias.reshape(shape)
+
+
+def _sinks(op: str, sinks: Any, heads: int) -> jax.Array | None:
+    """The sinks as [1 or heads, sinks]."""
+    if sinks is None:
+        return None
+    sinks = as_array(op, "softmax_aux", sinks)
+    if (
+        sinks.ndim not in (1, 2)
+        or (sinks.ndim == 2 and sinks.shape[0] != heads)
+        or sinks.size == 0
+        or not jnp.issubdtype(sinks.dtype, jnp.floating)
+    ):
+        raise ValueError(
+            f"{op}: softmax_aux must be floating point [sinks] or [{heads}, sinks], "
+            f"got {sinks.dtype}{list(sinks.shape)}."
+        )
+    return sinks[None] if sinks.ndim == 1 else sinks
+
+
+def _dropout(op: str, probability: float, seed: Any, extent: Extent) -> Dropout | None:
+    if not 0.0 <= static_number(op, "dropout_prob", probability) < 1.0:
+        raise ValueError(f"{op}: dropout_prob must be in [0, 1), got {probability}.")
+    if probability == 0.0:
+        return None
+    seed = as_array(op, "dropout_seed", 0 if seed is None else seed)
+    if seed.ndim or not jnp.issubdtype(seed.dtype, jnp.integer):
+        raise ValueError(
+            f"{op}: dropout_seed must be one integer, got {seed.dtype}{list(seed.shape)}."
+        )
+    return Dropout(
+        seed,
+        np.arange(extent.batch, dtype=np.int32),
+        np.arange(extent.heads, dtype=np.int32),
+    )
+
+
+def _spec(op: str, head_dim: int, scale: Any, soft_cap: Any, dropout_prob: Any) -> Spec:
+    if soft_cap is not None and not static_number(op, "logits_soft_cap", soft_cap) > 0:
+        raise ValueError(f"{op}: logits_soft_cap must be positive, got {soft_cap}.")
+    return Spec(
+        softmax_scale=head_dim**-0.5
+        if scale is None
+        else static_number(op, "softmax_scale", scale),
+        logits_soft_cap=None if soft_cap is None else float(soft_cap),
+        dropout_prob=float(dropout_prob),
+    )
+
+
+flash_attention = public(attend, OP, __name__)
+
+
+class FlashAttention(Module):
+    """Flash attention as an object; see `flash_attention`."""
+
+    function = flash_attention
+    config = FlashAttentionConfig

@@ -1,0 +1,18 @@
+"""The configuration class of flash attention."""
+
+import dataclasses
+
+from ejkernel.ops.config import BwdParams, Config, FwdParams
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashAttentionConfig(Config):
+    """Blocks and launch parameters of the two passes; what is left None is chosen for the call.
+
+    >>> from ejkernel.ops import FwdParams
+    >>> FlashAttentionConfig(fwd_params=FwdParams(q_blocksize=128, kv_blocksize=256)).platform
+    'auto'
+    """
+
+    fwd_params: FwdParams | None = None
+    bwd_params: BwdParams | None = None

@@ -1,0 +1,167 @@
+"""Named calls: the conformance suite, the tuner and the benchmark all read this list."""
+
+import jax.numpy as jnp
+
+from ejkernel.kernels.flash_attention.config import FlashAttentionConfig
+from ejkernel.ops.config import BwdParams, FwdParams
+from ejkernel.ops.workload import Draw, Workload, boolean, normal, value
+from ejkernel.types.mask import MaskInfo
+
+
+def _attention(
+    batch: int = 2,
+    queries: int = 48,
+    keys: int | None = None,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+    value_dim: int | None = None,
+) -> dict[str, Draw]:
+    keys = queries if keys is None else keys
+    return {
+        "query": normal(batch, queries, heads, head_dim),
+        "key": normal(batch, keys, kv_heads, head_dim),
+        "value": normal(batch, keys, kv_heads, value_dim or head_dim),
+    }
+
+
+def _segments(*rows: tuple[int, ...]) -> Draw:
+    """Segment ids from segment lengths; a negative length is padding."""
+
+    def make() -> MaskInfo:
+        ids = [
+            [(-1 if n < 0 else i) for i, n in enumerate(row) for _ in range(abs(n))] for row in rows
+        ]
+        return MaskInfo.from_segments(jnp.array(ids))
+
+    return value(make)
+
+
+def _mask(change) -> Draw:
+    """A mask of 2 x 48 x 48 tokens in three segments and some padding, changed."""
+    base = _segments((20, 9, 19), (30, 10, -8))
+    return value(lambda: change(base(None, None)))  # type: ignore[arg-type]
+
+
+_SMALL = _attention()
+_PACKED = _attention(batch=1, queries=56)
+
+WORKLOADS = (
+    Workload("plain", _SMALL),
+    Workload("one_head_for_all", _attention(kv_heads=1)),
+    Workload("heads_of_their_own", _attention(kv_heads=4)),
+    Workload("value_dim", _attention(head_dim=24, value_dim=40)),
+    Workload("odd_lengths", _attention(queries=63, keys=127)),
+    Workload("one_token", _attention(queries=1, keys=1)),
+    Workload("scale", _SMALL | {"softmax_scale": 0.7}),
+    Workload("causal", _SMALL | {"causal": True}),
+    Workload("causal_odd", _attention(queries=127) | {"causal": True}),
+    Workload("decode", _attention(queries=1, keys=63) | {"causal": True, "causal_offset": 62}),
+    Workload(
+        "causal_offset",
+        _attention(queries=24) | {"causal": True, "causal_offset": -5},
+    ),
+    Workload(
+        "causal_offset_rows",
+        _attention(queries=24, keys=40)
+        | {"causal": True, "causal_offset": value(lambda: jnp.array([16, -3]))},
+    ),
+    Workload("window", _SMALL | {"sliding_window": 5}),
+    Workload("window_pair", _SMALL | {"sliding_window": (7, 2), "causal": True}),
+    Workload("soft_cap", _SMALL | {"logits_soft_cap": 2.0, "causal": True}),
+    Workload("bias", _SMALL | {"bias": normal(2, 4, 48, 48)}),
+    Workload("bias_heads", _SMALL | {"bias": normal(4, 1, 48), "causal": True}),
+    Workload("bias_rows", _SMALL | {"bias": normal(48, 1), "logits_soft_cap": 3.0}),
+    Workload("sinks", _SMALL | {"softmax_aux": normal(3), "causal": True}),
+    Workload("sinks_heads", _SMALL | {"softmax_aux": normal(4, 2), "sliding_window": (4, 0)}),
+    Workload("mask_keys", _SMALL | {"attention_mask": boolean(2, 48, chance=0.7)}),
+    Workload("mask_pairs", _SMALL | {"attention_mask": boolean(2, 48, 48)}),
+    Workload("mask_heads", _SMALL | {"attention_mask": boolean(1, 4, 48, 48), "causal": True}),
+    Workload("segments", _SMALL | {"mask_info": _mask(lambda m: m)}),
+    Workload("segments_causal", _SMALL | {"mask_info": _mask(lambda m: m), "causal": True}),
+    Workload("segments_shared", _SMALL | {"mask_info": _segments((10, 30, -8)), "causal": True}),
+    Workload("chunks", _SMALL | {"mask_info": _mask(lambda m: m.apply_chunked(16))}),
+    Workload(
+        "lengths",
+        _SMALL | {"mask_info": _mask(lambda m: m.apply_kv_lengths(jnp.array([31, 0])))},
+    ),
+    Workload(
+        "token_types",
+        _SMALL
+        | {
+            "mask_info": _mask(
+                lambda m: m.apply_token_type_ids(
+                    jnp.arange(96).reshape(2, 48) // 7 % 3, combine="intersect"
+                )
+            )
+        },
+    ),
+    Workload(
+        "union",
+        _SMALL
+        | {
+            "mask_info": _mask(
+                lambda m: (
+                    m.apply_causal()
+                    .apply_token_type_ids(jnp.arange(96).reshape(2, 48) // 5 % 3)
+                    .apply_sliding_window((20, 9))
+                )
+            )
+        },
+    ),
+    Workload(
+        "packed",
+        _PACKED
+        | {
+            "cum_seqlens_q": value(lambda: jnp.array([0, 17, 17, 40, 50])),
+            "causal": True,
+            "sliding_window": (9, 0),
+        },
+    ),
+    Workload(
+        "packed_apart",
+        _attention(batch=1, queries=40, keys=60)
+        | {
+            "cum_seqlens_q": value(lambda: jnp.array([0, 13, 38])),
+            "cum_seqlens_k": value(lambda: jnp.array([0, 20, 60])),
+            "causal": True,
+            "causal_offset": value(lambda: jnp.array([7, 15])),
+        },
+    ),
+    Workload(
+        "dropout", _SMALL | {"dropout_prob": 0.3, "dropout_seed": value(lambda: jnp.int32(7))}
+    ),
+    Workload(
+        "blind_rows",
+        _attention(queries=20)
+        | {
+            "causal": True,
+            "causal_offset": -6,
+            "softmax_aux": normal(4, 1),
+            "bias": normal(20, 20),
+        },
+    ),
+    Workload(
+        "all_at_once",
+        _attention(queries=45, keys=51, value_dim=24)
+        | {
+            "bias": normal(1, 4, 45, 51),
+            "softmax_aux": normal(4, 1),
+            "attention_mask": boolean(2, 1, 45, 51, chance=0.8),
+            "causal": True,
+            "causal_offset": 6,
+            "sliding_window": (30, 4),
+            "logits_soft_cap": 4.0,
+            "dropout_prob": 0.2,
+            "dropout_seed": 3,
+        },
+    ),
+)
+
+# Blocks small enough that the workloads above have several, full, partial and empty.
+CONFIGS = (
+    FlashAttentionConfig(
+        fwd_params=FwdParams(q_blocksize=16, kv_blocksize=8),
+        bwd_params=BwdParams(q_blocksize=8, kv_blocksize=16),
+    ),
+)

@@ -1,0 +1,93 @@
+"""Checks of what callers pass to `MaskInfo`; every message names the method that was called."""
+
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+
+def concrete(value: Any) -> bool:
+    """Whether no part of `value` is being traced."""
+    return not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value))
+
+
+def host_values(value: Any) -> np.ndarray | None:
+    """The values, where looking at them is free: NumPy, or an array on a CPU device; else None."""
+    if not isinstance(value, jax.Array):
+        return np.asarray(value)
+    if not concrete(value) or not value.is_fully_addressable:
+        return None
+    if any(device.platform != "cpu" for device in value.devices()):
+        return None
+    return np.asarray(value)
+
+
+def static_integer(where: str, value: Any, least: int) -> int:
+    """A Python int of at least `least`."""
+    try:
+        number = operator.index(value)
+    except (TypeError, jax.errors.ConcretizationTypeError):
+        raise ValueError(f"{where} must be a Python integer, got {value!r}.") from None
+    if number < least:
+        raise ValueError(f"{where} must be at least {least}, got {number}.")
+    return number
+
+
+def window_pair(where: str, window: Any) -> tuple[int, int]:
+    """A window as (left, right); one number serves both sides."""
+    sides = window if isinstance(window, tuple | list) else (window, window)
+    if len(sides) != 2:
+        raise ValueError(f"{where} must be an integer or a pair (left, right), got {window!r}.")
+    left, right = (static_integer(where, side, 0) for side in sides)
+    return left, right
+
+
+def integers(where: str, values: Any, rank: int) -> jax.Array:
+    """An int32 array of a given rank."""
+    array = jnp.asarray(values)
+    if array.ndim != rank or not jnp.issubdtype(array.dtype, jnp.integer):
+        raise ValueError(
+            f"{where} must be an array of integers of rank {rank}, "
+            f"got {array.dtype} of shape {array.shape}."
+        )
+    return array.astype(jnp.int32)
+
+
+def numbers(where: str, value: Any, batch: int | None) -> int | jax.Array:
+    """A number as a Python int, or one number per batch row as an int32 array.
+
+    Args:
+        where: how errors begin.
+        value: an integer, or an array of them of rank 0 or 1.
+        batch: size of the mask's batch; None inside `vmap`, where an array must be one number.
+
+    Returns:
+        A static int for what is known at trace time; an array `[b]`, or `[]` without a batch axis.
+        Where the mask has a batch of 1, `b` is the length that was given.
+    """
+    if isinstance(value, int | np.integer) and not isinstance(value, bool):
+        return int(value)
+    array = jnp.asarray(value)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise ValueError(f"{where} must be an integer or an array of integers, got {value!r}.")
+    array = array.astype(jnp.int32)
+    if batch is None:
+        if array.ndim != 0:
+            raise ValueError(f"{where} must be one number per row, got shape {array.shape}.")
+        return array
+    if array.ndim > 1 or (array.ndim == 1 and batch != 1 and array.shape[0] not in (1, batch)):
+        raise ValueError(
+            f"{where} must be one number or one per batch row, {batch} of them, "
+            f"got shape {array.shape}."
+        )
+    return jnp.broadcast_to(array, (max(batch, array.size),))
+
+
+def choice(where: str, value: Any, allowed: tuple) -> None:
+    """Refuse a value that is none of `allowed`."""
+    if value not in allowed:
+        names = ", ".join(map(repr, allowed))
+        raise ValueError(f"{where} must be one of {names}, got {value!r}.")

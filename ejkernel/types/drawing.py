@@ -1,0 +1,99 @@
+"""The exact state of every block that a picture of a mask shows, found on the host."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.types.block_map import EMPTY, FULL, PARTIAL
+from ejkernel.types.rules import Rule
+
+MIXED, PADDING = "mixed", "padding"
+
+# Pairs that are looked at in one go while a block is in doubt.
+_TILE = 1 << 22
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawing:
+    """One head of one batch row, cut into the blocks to draw.
+
+    Attributes:
+        states: `EMPTY`, `PARTIAL` or `FULL` of each block, `[nq, nk]`.
+        block_q: queries in a block.
+        block_k: keys in a block.
+        q_labels: segment id of each block of queries, or `MIXED` or `PADDING`.
+        kv_labels: the same for the keys.
+    """
+
+    states: np.ndarray
+    block_q: int
+    block_k: int
+    q_labels: list[Any]
+    kv_labels: list[Any]
+
+
+def draw(mask: Any, batch: int, head: int, block_q: int, block_k: int) -> Drawing:
+    """The blocks of one head of one batch row of a `MaskInfo`."""
+    rule = mask.rule.row(batch).head(head)
+    q_ids, kv_ids = (np.asarray(jnp.atleast_2d(ids)[batch]) for ids in mask._ids())
+    return Drawing(
+        block_states(rule, mask.q_len, mask.kv_len, block_q, block_k),
+        block_q,
+        block_k,
+        block_labels(q_ids, block_q),
+        block_labels(kv_ids, block_k),
+    )
+
+
+def block_states(rule: Rule, q_len: int, kv_len: int, block_q: int, block_k: int) -> np.ndarray:
+    """Whether all, some or none of the pairs of each block are allowed.
+
+    What the rules say of a block is certain unless they leave it partial; only then are its pairs
+    looked at, one block at a time.
+    """
+    some, every = (
+        np.array(bound.reshape(bound.shape[-2:]))
+        for bound in _blocks(rule, q_len, kv_len, block_q, block_k)
+    )
+    for i, j in np.argwhere(some & ~every):
+        q_start, k_start = int(i) * block_q, int(j) * block_k
+        q_size, k_size = min(block_q, q_len - q_start), min(block_k, kv_len - k_start)
+        some[i, j], every[i, j] = _look(rule, q_start, q_size, k_start, k_size)
+    return np.where(every, FULL, np.where(some, PARTIAL, EMPTY)).astype(np.int8)
+
+
+def block_labels(ids: np.ndarray, block: int) -> list[Any]:
+    """The id that all tokens of each block share; `MIXED` or `PADDING` where there is none."""
+    labels: list[Any] = []
+    for start in range(0, len(ids), block):
+        values = np.unique(np.maximum(ids[start : start + block], -1))
+        labels.append(MIXED if len(values) > 1 else PADDING if values[0] < 0 else int(values[0]))
+    return labels
+
+
+def _look(rule: Rule, q_start: int, q_len: int, k_start: int, k_len: int) -> tuple[bool, bool]:
+    """Whether some and whether every pair of a rectangle is allowed, looking at rows in turn."""
+    rows = max(1, min(q_len, _TILE // k_len))
+    some, every = False, True
+    for start in range(0, q_len, rows):
+        size = min(rows, q_len - start)
+        any_pair, all_pairs = _pairs(rule, q_start + start, size, k_start, k_len)
+        some, every = some or bool(any_pair), every and bool(all_pairs)
+        if some and not every:
+            break
+    return some, every
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _blocks(rule: Rule, q_len: int, kv_len: int, block_q: int, block_k: int):
+    return rule.blocks(q_len, kv_len, block_q, block_k)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 4))
+def _pairs(rule: Rule, q_start: int, q_len: int, k_start: int, k_len: int):
+    dense = rule.slice(q_start, q_len, k_start, k_len).dense(q_len, k_len)
+    return dense.any(), dense.all()

@@ -1,0 +1,90 @@
+"""Every (op, implementation, workload) of the package, read from it: nothing to list by hand."""
+
+import dataclasses
+import importlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ejkernel.kernels import OPS
+from ejkernel.ops import default_executor, kernel_registry
+from ejkernel.ops.implementation import Op, Source
+from ejkernel.ops.invocation import Invocation
+from ejkernel.ops.platform import device_of
+from ejkernel.ops.workload import Workload
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Case:
+    """One workload of one op on one implementation; itself the key of what is known of it."""
+
+    op: Op
+    source: Source
+    workload: Workload
+
+    @property
+    def name(self) -> str:
+        where = self.source.platform.value
+        if self.source.backend.value != "any":
+            where += f"_{self.source.backend.value}"
+        return f"{self.op.name}-{where}-{self.workload.name}"
+
+    def call(self, dtype: Any = jnp.float32, seed: int = 0) -> Invocation:
+        """The workload as the public function canonicalises it, floats in `dtype`."""
+        arguments = self.workload.build(seed, jnp.float32)
+        invocation = default_executor().invocation(function_of(self.op.name), **arguments)
+        return dataclasses.replace(
+            invocation,
+            inputs=cast(invocation.inputs, dtype),
+            platform=self.source.platform.value,
+        )
+
+
+def function_of(name: str) -> Any:
+    return getattr(importlib.import_module(f"ejkernel.kernels.{name}.api"), name)
+
+
+def workloads_of(name: str) -> Any:
+    return importlib.import_module(f"ejkernel.kernels.{name}.workloads")
+
+
+def cast(tree: Any, dtype: Any) -> Any:
+    """The floating leaves of a tree in another dtype."""
+    return jax.tree.map(
+        lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
+    )
+
+
+def floating(tree: Any) -> list[bool]:
+    return [jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves(tree)]
+
+
+def all_cases() -> list[Any]:
+    """Every case as a pytest parameter; those of other hardware carry its mark."""
+    cases = []
+    for name in OPS:
+        op = kernel_registry.op(name)
+        for source in op.sources:
+            marks = [
+                getattr(pytest.mark, source.backend.value)
+                for _ in range(source.backend.value in ("gpu", "tpu"))
+            ]
+            for workload in workloads_of(name).WORKLOADS:
+                if "test" in workload.tags:
+                    case = Case(op, source, workload)
+                    cases.append(pytest.param(case, id=case.name, marks=marks))
+    return cases
+
+
+def served(case: Case, invocation: Invocation, direction: Any = "forward") -> Any:
+    """The pass that takes the call; skips, with its own words, a call that it refuses."""
+    device = device_of(jax.tree.leaves(invocation.inputs))
+    reason = case.source.elsewhere(device)
+    chosen = None if reason else getattr(case.source.load(), direction)
+    if chosen is not None:
+        reason = chosen.refusal(invocation.inputs, invocation.spec, device)
+    if chosen is None or reason:
+        pytest.skip(f"{case.source.platform.value}: {reason or f'no {direction}'}")
+    return chosen

@@ -1,0 +1,51 @@
+"""An implementation may claim only what some workload proves, and refuses the rest in words."""
+
+import jax
+import pytest
+from conformance.cases import Case, all_cases, function_of, workloads_of
+
+from ejkernel.errors import UnsupportedError
+from ejkernel.kernels import OPS
+from ejkernel.ops import default_executor, kernel_registry
+from ejkernel.ops.implementation import features_used
+from ejkernel.ops.platform import Platform, device_of
+
+
+def calls_of(name):
+    for workload in workloads_of(name).WORKLOADS:
+        if "test" in workload.tags:
+            yield default_executor().invocation(function_of(name), **workload.build())
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_every_claimed_feature_is_proven_by_a_workload(name):
+    exercised = frozenset().union(*(features_used(c.inputs, c.spec) for c in calls_of(name)))
+    for source in kernel_registry.op(name).sources:
+        implementation = source.load()
+        for one in (implementation.forward, implementation.backward):
+            if one is not None and one.features is not None:
+                assert one.features <= exercised, source
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_every_op_runs_anywhere(name):
+    """XLA serves every workload, forward and backward."""
+    for call in calls_of(name):
+        for direction in ("forward", "backward"):
+            able, reasons = call.op.serving(
+                direction, call.inputs, call.spec, call.device, Platform.XLA
+            )
+            assert able, reasons
+
+
+@pytest.mark.parametrize("case", all_cases())
+def test_a_refusal_names_the_platform_and_who_can(case: Case):
+    """Whoever cannot serve a workload says so before anything runs, and is never replaced."""
+    call = case.call()
+    device = device_of(jax.tree.leaves(call.inputs))
+    able, _ = call.op.serving("forward", call.inputs, call.spec, device, call.platform)
+    if able:
+        return
+    arguments = case.workload.build()
+    with pytest.raises(UnsupportedError, match=f"platform='{call.platform}' cannot serve"):
+        function_of(case.op.name)(**arguments, platform=call.platform)
