@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 TESTS ?= tests ejkernel
-MARKS ?= not gpu and not tpu
+MARKS ?= not gpu and not tpu and not slow
 WORKERS ?= auto
 
 bin := $(VENV)/bin
@@ -14,9 +14,9 @@ stamp := $(VENV)/.installed
 .PHONY: help demo test lint format bench tables clean
 help:
 	@echo "make demo    every operation on this machine, checked and timed"
-	@echo "make test    the test suite"
+	@echo "make test    the test suite; with MARKS='not gpu and not tpu' the slow part of it as well"
 	@echo "make lint    ruff and pyright (make format mends what ruff can)"
-	@echo "make bench   the figures that README quotes"
+	@echo "make bench   the figures that README quotes (make tables only writes its tables)"
 	@echo "make clean   remove the environments and caches"
 
 demo: $(stamp)-package

@@ -3,8 +3,16 @@
 from ejkernel.ops.registry import kernel_registry
 
 OPS = (
+    "blocksparse_attention",
     "flash_attention",
+    "grouped_matmul",
+    "mean_pooling",
     "native_sparse_attention",
+    "page_attention",
+    "ragged_page_attention_v2",
+    "ragged_page_attention_v3",
+    "ragged_page_attention_v3_update",
+    "ring_attention",
     "scaled_dot_product_attention",
 )
 

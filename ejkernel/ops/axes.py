@@ -22,14 +22,29 @@ def of_leaves(tree: Any) -> list[tuple[str, ...] | None]:
     return [_letters(tree, path, leaf) for path, leaf in paths]
 
 
-def of_field(owner: type, field: str) -> tuple[str, ...]:
-    """Letters of one array field of `owner`."""
-    return _dimensions(type_hints(owner).get(field), None) or ()
+def of_field(owner: type, field: str, rank: int | None = None) -> tuple[str, ...]:
+    """Letters of one array field of `owner`; of several forms that of this rank, or the first."""
+    return _dimensions(type_hints(owner).get(field), rank) or ()
 
 
-def of_fields(owner: type) -> list[tuple[str, ...]]:
-    """Letters of every field of a NamedTuple of arrays."""
-    return [of_field(owner, field) for field in owner._fields]  # pyright: ignore[reportAttributeAccessIssue]
+def of_fields(owner: type, batched: bool = True) -> list[tuple[str, ...]]:
+    """Letters of every field of a NamedTuple of arrays.
+
+    A field may have two forms, `Float[Array, "r n"] | Float[Array, "b r n"]`: `batched` says which.
+    """
+    hints = type_hints(owner)
+    return [_form(hints.get(field), batched) for field in owner._fields]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def leads(letters: tuple[str, ...] | None) -> bool:
+    """Whether the first axis is the batch."""
+    return bool(letters) and letters[0] in ("b", "#b")
+
+
+def _form(annotation: Any, batched: bool) -> tuple[str, ...]:
+    members = typing.get_args(annotation) if _is_union(annotation) else (annotation,)
+    forms = [letters for member in members if (letters := _dimensions(member, None))]
+    return next((form for form in forms if leads(form) == batched), forms[0] if forms else ())
 
 
 def _letters(tree: Any, path: tuple, leaf: Any) -> tuple[str, ...] | None:
@@ -50,7 +65,7 @@ def _letters(tree: Any, path: tuple, leaf: Any) -> tuple[str, ...] | None:
 
 def _dimensions(annotation: Any, rank: int | None) -> tuple[str, ...] | None:
     """The letters of a jaxtyping annotation, or of the member of a union that has this rank."""
-    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
+    if _is_union(annotation):
         members = (_dimensions(member, rank) for member in typing.get_args(annotation))
         return next((letters for letters in members if letters is not None), None)
     dimensions = getattr(annotation, "dim_str", None)
@@ -58,3 +73,7 @@ def _dimensions(annotation: Any, rank: int | None) -> tuple[str, ...] | None:
         return None
     letters = tuple(dimensions.split())
     return letters if rank is None or len(letters) == rank else None
+
+
+def _is_union(annotation: Any) -> bool:
+    return isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union

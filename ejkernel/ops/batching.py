@@ -22,8 +22,14 @@ def over_batch(run: Callable[..., Any], *trees: Any) -> Any:
     def rule(axis_size: int, in_batched: Any, *trees: Any) -> tuple[Any, Any]:
         leaves, treedef = jax.tree.flatten(trees)
         mapped = jax.tree.leaves(in_batched)
+        if _lifts(leaves, mapped, treedef) and _carries_batch(run, trees, axis_size):
+            out = call(*trees)
+            return out, jax.tree.map(lambda x: True, out)
         folded, rows = _fold(leaves, mapped, treedef, axis_size)
-        if folded is None or not _carries_batch(run, folded, rows):
+        if folded is None or not (
+            _carries_batch(run, folded, rows)
+            and _carries_batch(run, _one_call(leaves, mapped, treedef)[0], rows // axis_size)
+        ):
             out = _in_turn(call, leaves, mapped, treedef)
         else:
             out = jax.tree.map(
@@ -35,22 +41,44 @@ def over_batch(run: Callable[..., Any], *trees: Any) -> Any:
     return call(*trees)
 
 
+def _lifts(leaves: list, mapped: list[bool], treedef: Any) -> bool:
+    """Whether the mapped axis can be the batch axis itself, of a call that has none so far.
+
+    Then every mapped argument has a second form that begins with one, and the call needs no copy.
+    """
+    _, alone = _one_call(leaves, mapped, treedef)
+    together = axes.of_leaves(jax.tree.unflatten(treedef, leaves))
+    return not any(map(axes.leads, alone)) and all(
+        axes.leads(letter) for letter, is_mapped in zip(together, mapped, strict=True) if is_mapped
+    )
+
+
+def _one_call(leaves: list, mapped: list[bool], treedef: Any) -> tuple[Any, list]:
+    """One of the mapped calls as shapes, and the letters of its leaves."""
+    shapes = [
+        jax.ShapeDtypeStruct(x.shape[1:] if is_mapped else x.shape, x.dtype)
+        for x, is_mapped in zip(leaves, mapped, strict=True)
+    ]
+    example = jax.tree.unflatten(treedef, shapes)
+    return example, axes.of_leaves(example)
+
+
 def _fold(leaves: list, mapped: list[bool], treedef: Any, axis_size: int) -> tuple[Any, int]:
     """The arguments with the mapped axis inside the batch axis, and the rows that makes.
 
     None when a mapped argument has no batch axis.
     """
-    example = [
-        jax.ShapeDtypeStruct(x.shape[1:] if is_mapped else x.shape, x.dtype)
-        for x, is_mapped in zip(leaves, mapped, strict=True)
+    example, letters = _one_call(leaves, mapped, treedef)
+    sizes = [
+        x.shape[0]
+        for x, letter in zip(jax.tree.leaves(example), letters, strict=True)
+        if axes.leads(letter)
     ]
-    letters = axes.of_leaves(jax.tree.unflatten(treedef, example))
-    sizes = [x.shape[0] for x, letter in zip(example, letters, strict=True) if _leads(letter)]
     if not sizes:
         return None, 0
     batch, folded = max(sizes), []
     for x, is_mapped, letter in zip(leaves, mapped, letters, strict=True):
-        if letter is None or not _leads(letter):
+        if letter is None or not axes.leads(letter):
             if is_mapped:
                 return None, 0
         elif is_mapped:
@@ -62,15 +90,11 @@ def _fold(leaves: list, mapped: list[bool], treedef: Any, axis_size: int) -> tup
     return jax.tree.unflatten(treedef, folded), axis_size * batch
 
 
-def _leads(letter: tuple[str, ...] | None) -> bool:
-    return bool(letter) and letter[0] in ("b", "#b")
-
-
 def _carries_batch(run: Callable[..., Any], folded: Any, rows: int) -> bool:
-    """Whether every result keeps the folded rows apart (a summed gradient does not)."""
+    """Whether every result keeps these rows apart (a summed gradient does not)."""
     results = jax.eval_shape(run, *folded)
     return all(
-        _leads(letter) and x.shape[0] == rows
+        axes.leads(letter) and x.shape[0] == rows
         for x, letter in zip(jax.tree.leaves(results), axes.of_leaves(results), strict=True)
     )
 

@@ -30,7 +30,21 @@ def _forward(plan: Plan, inputs: Any) -> tuple[Any, Any]:
 
 def _backward(plan: Plan, saved: tuple[Any, Any], d_outputs: Any) -> tuple[Any]:
     inputs, residuals = saved
-    return (batching.over_batch(plan.backward, inputs, residuals, d_outputs),)
+    gradients = batching.over_batch(plan.backward, inputs, residuals, d_outputs)
+    return (jax.tree.map(_summed, gradients, inputs, is_leaf=lambda x: x is None),)
+
+
+def _summed(gradient: Any, primal: Any) -> Any:
+    """The gradient of an array that devices share is the sum of what each of them finds."""
+    if gradient is None:
+        return None
+    shared = _varying(gradient) - _varying(primal)
+    return jax.lax.psum(gradient, tuple(shared)) if shared else gradient
+
+
+def _varying(x: Any) -> frozenset:
+    """The mesh axes over which an array differs between the devices of a `shard_map`."""
+    return getattr(getattr(jax.typeof(x), "manual_axis_type", None), "varying", frozenset())
 
 
 apply.defvjp(_forward, _backward)

@@ -96,8 +96,10 @@ class Choice(NamedTuple):
 class Op:
     """A public operation: its name, its implementations in order of preference, its axis letters.
 
-    `shardable`: letters that a mesh may split. `groups`: `{"k": "n"}` when each key head serves a
+    `shardable`: letters that a mesh may split. `reduced`: those of them that no output has, so that
+    the parts that the shards compute are summed. `groups`: `{"k": "n"}` when each key head serves a
     group of query heads. `bucketed`: letters whose exact size does not matter for tuning.
+    `whole`: fields of which every shard gets all but its batch rows and heads.
     `sample(inputs, drawn, spec)`: mends the data drawn for tuning. `operands`: what `in_specs` say.
     """
 
@@ -110,6 +112,8 @@ class Op:
     native: bool = False  # forward is differentiable and batchable as it stands
     paired: bool = False  # backward runs where and with what the forward ran
     shardable: frozenset[str] = frozenset()
+    reduced: frozenset[str] = frozenset()
+    whole: frozenset[str] = frozenset()
     bucketed: frozenset[str] = frozenset()
     groups: Mapping[str, str] = dataclasses.field(default_factory=dict)
     operands: tuple[str, ...] = ()

@@ -83,7 +83,7 @@ def device_of(leaves: Iterable[Any]) -> Device:
 
 
 def _unwrapped(leaf: Any) -> Any:
-    """The array behind the tracers of an eager `grad` or `vmap`, which say nothing of its device."""
+    """The array behind the tracers of an eager `grad` or `vmap`, which hide its device."""
     while isinstance(leaf, Tracer):
         inner = getattr(leaf, "primal", None)
         inner = getattr(leaf, "val", None) if inner is None else inner

@@ -31,18 +31,44 @@ def shard(
     bound = _bind(op, inputs, mesh, in_specs)
     inputs, bound = _regroup(op, inputs, mesh, bound)
     leaves, treedef = jax.tree.flatten(inputs)
-    letters = axes.of_leaves(inputs)
+    letters = _letters(op, inputs)
     _check_sizes(op, leaves, letters, mesh, bound)
     specs = [_spec(letter, bound, x.shape) for x, letter in zip(leaves, letters, strict=True)]
-    derived = op.outputs(*(_spec(letter, bound) for letter in axes.of_fields(op.outputs)))
+    results = axes.of_fields(op.outputs, batched=any(map(axes.leads, letters)))
+    derived = op.outputs(*(_spec(letter, bound) for letter in results))
     _check_out_specs(op, out_specs, derived)
     return jax.shard_map(
-        run,
+        _summed(op, run, bound, results),
         mesh=mesh,
         in_specs=(jax.tree.unflatten(treedef, specs),),
         out_specs=derived,
         check_vma=False,  # a kernel's outputs carry no replication types
     )(inputs)
+
+
+def _letters(op: Op, inputs: Any) -> list[tuple[str, ...] | None]:
+    """The letters to split by: of a field that stays whole, batch and heads alone."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(inputs)
+    return [
+        tuple(x if x.lstrip("#") in ("b", "n") else "" for x in letters)
+        if letters and getattr(path[0], "name", None) in op.whole
+        else letters
+        for (path, _), letters in zip(paths, axes.of_leaves(inputs), strict=True)
+    ]
+
+
+def _summed(
+    op: Op, run: Callable[[Any], Any], bound: Mapping[str, Axes], results: list
+) -> Callable:
+    """`run`, with what the shards of a reduced letter give added up."""
+    over = {axis: letter for letter in sorted(op.reduced) for axis in bound.get(letter, ())}
+    for letter in (letter.removeprefix("#") for letters in results for letter in letters):
+        if shared := [axis for axis in bound.get(letter, ()) if axis in over]:
+            raise ValueError(
+                f"{op.name}: the mesh axis {shared[0]!r} cannot split both {letter!r} and "
+                f"{over[shared[0]]!r}."
+            )
+    return (lambda inputs: jax.lax.psum(run(inputs), tuple(over))) if over else run
 
 
 def _bind(op: Op, inputs: Any, mesh: Any, in_specs: Any) -> dict[str, Axes]:
@@ -51,9 +77,11 @@ def _bind(op: Op, inputs: Any, mesh: Any, in_specs: Any) -> dict[str, Axes]:
         raise ValueError(
             f"{op.name}: in_specs must be a tuple of PartitionSpecs, got {in_specs!r}."
         )
-    if not 3 <= len(in_specs) <= len(op.operands):
+    required = [name for name in inputs._fields if name not in inputs._field_defaults]
+    least = min(3, sum(name in required for name in op.operands))
+    if not least <= len(in_specs) <= len(op.operands):
         raise ValueError(
-            f"{op.name}: in_specs needs 3 to {len(op.operands)} entries, for "
+            f"{op.name}: in_specs needs {least} to {len(op.operands)} entries, for "
             f"{', '.join(op.operands)}, got {len(in_specs)}."
         )
     bound: dict[str, Axes] = {}
@@ -66,7 +94,7 @@ def _bind(op: Op, inputs: Any, mesh: Any, in_specs: Any) -> dict[str, Axes]:
             if any(split) and name not in type(inputs)._fields:
                 raise ValueError(f"{op.name}: {name} cannot be split over a mesh, got {spec}.")
             continue
-        letters = axes.of_field(type(inputs), name)
+        letters = axes.of_field(type(inputs), name, array.ndim)
         if len(split) > len(letters):
             raise ValueError(
                 f"{op.name}: the spec {spec} of {name} has more than {len(letters)} axes."

@@ -21,7 +21,11 @@ class Draw:
 
 def normal(*shape: int, scale: float = 1.0) -> Draw:
     """Standard normal floats in the workload's dtype."""
-    return Draw(lambda key, dtype: (scale * jax.random.normal(key, shape)).astype(dtype))
+
+    def draw(key: jax.Array, dtype: Any) -> jax.Array:
+        return (scale * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+
+    return Draw(draw)
 
 
 def value(make: Callable[[], Any]) -> Draw:
@@ -38,13 +42,17 @@ def boolean(*shape: int, chance: float = 0.5) -> Draw:
 class Workload:
     """One call of an op: `function(**workload.build())`.
 
-    `tags` say what it is for: "test" is small enough for the conformance suite, "tune" is a shape
-    of a named model that tuned tables should cover.
+    `tags` say what it is for: "test" is small enough for the conformance suite, of which the "core"
+    goes through every transformation; "tune" is a shape of a named model that tuned tables cover.
     """
 
     name: str
     arguments: Mapping[str, Any]
     tags: frozenset[str] = frozenset({"test"})
+
+    def core(self) -> "Workload":
+        """The same call as one of the few that stand for all the others."""
+        return dataclasses.replace(self, tags=self.tags | {"core"})
 
     def build(self, seed: int = 0, dtype: Any = jnp.float32) -> dict[str, Any]:
         """The arguments, freshly drawn."""

@@ -16,6 +16,9 @@ MIXED, PADDING = "mixed", "padding"
 # Pairs that are looked at in one go while a block is in doubt.
 _TILE = 1 << 22
 
+# Into how many smaller blocks one is cut, each way, before its pairs are looked at.
+_PARTS = 32
+
 
 @dataclasses.dataclass(frozen=True)
 class Drawing:
@@ -76,7 +79,12 @@ def block_labels(ids: np.ndarray, block: int) -> list[Any]:
 
 
 def _look(rule: Rule, q_start: int, q_len: int, k_start: int, k_len: int) -> tuple[bool, bool]:
-    """Whether some and whether every pair of a rectangle is allowed, looking at rows in turn."""
+    """Whether some and whether every pair of a rectangle is allowed."""
+    # A smaller block that is certainly full and one that is certainly empty settle it.
+    if min(q_len, k_len) >= 2 * _PARTS:
+        has_full, has_empty = _inner_blocks(rule, q_start, q_len, k_start, k_len)
+        if has_full and has_empty:
+            return True, False
     rows = max(1, min(q_len, _TILE // k_len))
     some, every = False, True
     for start in range(0, q_len, rows):
@@ -94,6 +102,13 @@ def _blocks(rule: Rule, q_len: int, kv_len: int, block_q: int, block_k: int):
 
 
 @functools.partial(jax.jit, static_argnums=(2, 4))
-def _pairs(rule: Rule, q_start: int, q_len: int, k_start: int, k_len: int):
+def _pairs(rule: Rule, q_start: Any, q_len: int, k_start: Any, k_len: int):
     dense = rule.slice(q_start, q_len, k_start, k_len).dense(q_len, k_len)
     return dense.any(), dense.all()
+
+
+@functools.partial(jax.jit, static_argnums=(2, 4))
+def _inner_blocks(rule: Rule, q_start: Any, q_len: int, k_start: Any, k_len: int):
+    part = rule.slice(q_start, q_len, k_start, k_len)
+    some, every = part.blocks(q_len, k_len, q_len // _PARTS, k_len // _PARTS)
+    return every.any(), ~some.all()

@@ -298,9 +298,12 @@ class MaskInfo(MaskConstructors):
         rule = _with_segments(self.rule, segments)
         if segments is not None and "segments" not in self.rule.features():
             rule = rule & segments
-        # All tokens, if nothing else says which are: a mask has a batch even without rules.
-        shown = segments or Segments(*_zero_ids(self.shape))
-        return self._changed(rule=rule, ids_rule=shown, q_ids=None, kv_ids=None)
+        ids_rule = None
+        if self.ids_rule is not None or not mask_ids.has_segments(rule):
+            # All are tokens, if nothing else says which are: a mask has a batch even without rules.
+            shown = segments or Segments(*_zero_ids(self.shape))
+            ids_rule = mask_ids.id_rules(_with_segments(self._ids_source, None)) & shown
+        return self._changed(rule=rule, ids_rule=ids_rule, q_ids=None, kv_ids=None)
 
 
 def _zero_ids(shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:

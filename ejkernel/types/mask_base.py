@@ -13,7 +13,7 @@ from ejkernel.types import mask_ids
 from ejkernel.types.arguments import concrete, numbers
 from ejkernel.types.conversion import KEY_PADDING_POSITION, segment_positions
 from ejkernel.types.rule_arrays import take
-from ejkernel.types.rules import Rule, Segments
+from ejkernel.types.rules import Rule
 from ejkernel.types.sharding import AxisName
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class MaskBase:
         """The mask of a rectangle that lies inside this one."""
         q_positions, kv_positions = self.q_positions, self.kv_positions
         # Once tokens are cut away, positions can no longer be counted from the ids.
-        if any(isinstance(rule, Segments) for rule in self._ids_source.parts()):
+        if mask_ids.has_segments(self._ids_source):
             q_positions, kv_positions = self._positions()
         part = lambda array, start, length: (
             None if array is None else take(array, start, length, -1, fill=-1)

@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from ejkernel.types.arguments import choice, host_values, integers, static_integer
@@ -194,10 +195,10 @@ class MaskConstructors(MaskTransformations):
         ids_of = _ids_of_pairs if format == "pairs" else _ids_of_packed
         q_ids = ids_of(f"{where}: cu_seqlens_q", cu_seqlens_q, q_len)
         kv_ids = ids_of(f"{where}: cu_seqlens_kv", cu_seqlens_kv, kv_len)
-        if jnp.shape(cu_seqlens_q) != jnp.shape(cu_seqlens_kv):
+        if len(cu_seqlens_q) != len(cu_seqlens_kv):
             raise ValueError(
                 f"{where}: cu_seqlens_q and cu_seqlens_kv must have the same length, "
-                f"got {jnp.shape(cu_seqlens_q)} and {jnp.shape(cu_seqlens_kv)}."
+                f"got {len(cu_seqlens_q)} and {len(cu_seqlens_kv)}."
             )
         return cls(
             Segments(q_ids, kv_ids),
@@ -301,10 +302,10 @@ class MaskConstructors(MaskTransformations):
         for name, array, rank in (("input_ids", input_ids, 2), ("inputs_embeds", inputs_embeds, 3)):
             if array is None:
                 continue
-            if jnp.ndim(array) != rank:
-                raise ValueError(f"{where}: {name} must have rank {rank}, got {jnp.shape(array)}.")
+            if np.ndim(array) != rank:
+                raise ValueError(f"{where}: {name} must have rank {rank}, got {np.shape(array)}.")
             # No pair is forbidden: the ids are only there to be reported.
-            ids = jnp.zeros(jnp.shape(array)[:2], jnp.int32)
+            ids = jnp.zeros(np.shape(array)[:2], jnp.int32)
             return cls(Everything(), ids.shape[1], ids.shape[1], ids_rule=Segments(ids, ids))
         raise ValueError(
             f"{where}: give mask_info, attention_mask, input_ids or inputs_embeds; got none."

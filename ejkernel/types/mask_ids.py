@@ -37,9 +37,7 @@ def derived(mask: "MaskBase") -> tuple[jax.Array, jax.Array]:
 
 def valid(mask: "MaskBase") -> tuple[jax.Array, jax.Array]:
     """Where the reported ids are not negative, without numbering the segments of a dense mask."""
-    if mask.q_ids is None and not any(
-        isinstance(rule, Segments) for rule in mask._ids_source.parts()
-    ):
+    if mask.q_ids is None and not has_segments(mask._ids_source):
         dense = _dense(mask)
         if dense is not None:
             seen = dense.any(-3)  # [..., t, s]
@@ -48,6 +46,11 @@ def valid(mask: "MaskBase") -> tuple[jax.Array, jax.Array]:
             return q_ids >= 0, kv_ids >= 0
     q_ids, kv_ids = mask._ids()
     return q_ids >= 0, kv_ids >= 0
+
+
+def has_segments(rule: Rule) -> bool:
+    """Whether ids can be read from a segment rule that always holds."""
+    return any(isinstance(part, Segments) for part in rule.parts())
 
 
 def id_rules(rule: Rule) -> Rule:

@@ -112,6 +112,11 @@ class MaskProperties(MaskBase):
 
         Returns:
             `(B, Q)` and `(B, K)`, int32; with `per_head` `(B, H, Q)` and `(B, H, K)`.
+
+        >>> from ejkernel.types import MaskInfo
+        >>> mask = MaskInfo.from_attention_mask(jnp.array([[[1, 1, 0], [1, 1, 0], [0, 0, 1]]]))
+        >>> [ids.tolist() for ids in mask.get_or_compute_segment_ids()]
+        [[[0, 0, 1]], [[0, 0, 1]]]
         """
         if not per_head:
             return self._ids()
@@ -174,6 +179,10 @@ class MaskProperties(MaskBase):
 
         Raises:
             ValueError: if the dtype is not a floating-point one.
+
+        >>> from ejkernel.types import MaskInfo
+        >>> MaskInfo.from_segments(jnp.array([[0, 1]])).create_bias("float16").tolist()
+        [[[[0.0, -inf], [-inf, 0.0]]]]
         """
         if not jnp.issubdtype(dtype, jnp.floating):
             raise ValueError(f"MaskInfo.create_bias: dtype must be floating-point, got {dtype!r}.")
@@ -191,6 +200,10 @@ class MaskProperties(MaskBase):
 
         Raises:
             ValueError: if an id is not below `max_segments` and its value is at hand.
+
+        >>> from ejkernel.types import MaskInfo
+        >>> MaskInfo.from_segments(jnp.array([[0, 0, 2, -1]])).segment_lens(3)[0].tolist()
+        [[2, 0, 1]]
         """
         where = "MaskInfo.segment_lens: max_segments"
         size = static_integer(where, max_segments, 1)
@@ -215,6 +228,11 @@ class MaskProperties(MaskBase):
 
         Raises:
             ValueError: if ids decrease or there are too many segments, and the values are at hand.
+
+        >>> from ejkernel.types import MaskInfo
+        >>> mask = MaskInfo.from_segments(jnp.array([[0, 0, 1, 1], [0, 0, 0, -1]]))
+        >>> mask.to_packed_cu_seqlens(4)[0].tolist()
+        [0, 2, 4, 7, 7]
         """
         where = "MaskInfo.to_packed_cu_seqlens"
         size = static_integer(f"{where}: max_segments", max_segments, 1)
@@ -242,6 +260,11 @@ class MaskProperties(MaskBase):
 
         Raises:
             ValueError: if a block size is not positive.
+
+        >>> from ejkernel.types import MaskInfo
+        >>> mask = MaskInfo.from_segments(jnp.array([[0, 0, 1, 1]])).apply_causal()
+        >>> mask.block_map(2, 2).state[0, 0].tolist()
+        [[1, 0], [0, 1]]
         """
         sizes = (block_q, block_k)
         return self._cached(

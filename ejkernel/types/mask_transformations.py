@@ -178,6 +178,12 @@ class MaskTransformations(MaskProperties):
             }
         if combine == "intersect":
             return mask._restricted(rule, **ids)
+        if combine == "replace" and ids:
+            # The types alone say what is padding; positions stay what they were.
+            q_positions, kv_positions = mask._positions()
+            return mask._changed(
+                rule=rule, ids_rule=None, q_positions=q_positions, kv_positions=kv_positions, **ids
+            )
         # What the ids say is no longer a part of the rule: keep it beside the rule.
         ids_rule = mask_ids.id_rules(mask._ids_source)
         joined = mask.rule | rule if combine == "union" else rule

@@ -129,8 +129,11 @@ class Rule:
     @property
     def batch_size(self) -> int | None:
         """Length of the batch axis of the arrays; None if no array has one."""
-        kind = type(self)
-        sizes = [v.shape[0] for name, v in arrays_of(self) if v.ndim == full_rank(kind, name)]
+        sizes = [
+            value.shape[0]
+            for name, value in arrays_of(self)
+            if getattr(value, "ndim", None) == full_rank(type(self), name)
+        ]
         return max(sizes, default=None)
 
     @property

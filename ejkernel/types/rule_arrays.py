@@ -90,6 +90,8 @@ def take(values: jax.Array, start: Any, length: int, axis: int, fill: Any, row_r
 
 def cut(values: jax.Array, block: int) -> jax.Array:
     """The last axis cut into blocks, `[..., blocks, block]`, the last value repeated."""
+    if values.shape[-1] == 0:
+        return values.reshape(*values.shape[:-1], 0, block)
     missing = -values.shape[-1] % block
     padding = [(0, 0)] * (values.ndim - 1) + [(0, missing)]
     return jnp.pad(values, padding, mode="edge").reshape(*values.shape[:-1], -1, block)

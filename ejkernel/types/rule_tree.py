@@ -39,46 +39,44 @@ def full_rank(cls: type, name: str) -> int:
     return max(len(m.dim_str.split()) for m in members if hasattr(m, "dim_str"))
 
 
-def arrays_of(rule: Any) -> list[tuple[str, jax.Array]]:
+def arrays_of(rule: Any) -> list[tuple[str, Any]]:
     """Name and value of each field that holds an array."""
-    return [(name, getattr(rule, name)) for name in _children(rule)]
+    return [(name, rule.__dict__[name]) for name in _structure(rule)[0]]
 
 
-def _children(rule: Any) -> tuple[str, ...]:
-    """Names of the fields that are children of the pytree.
+def _structure(rule: Any) -> tuple[tuple[str, ...], tuple]:
+    """Names of the fields that are children of the pytree, and the others with their values.
 
     Remembered when a rule is rebuilt: then anything may stand where an array stood, an int too.
     """
-    remembered = rule.__dict__.get("_array_names")
-    if remembered is not None:
-        return remembered
-    names = tuple(n for n in field_names(type(rule)) if is_array(getattr(rule, n)))
-    rule.__dict__["_array_names"] = names
-    return names
-
-
-def _static(rule: Any, names: tuple[str, ...]) -> tuple:
     values = rule.__dict__
-    return tuple((n, values[n]) for n in field_names(type(rule)) if n not in names)
+    remembered = values.get("_structure")
+    if remembered is None:
+        names = field_names(type(rule))
+        children = tuple(name for name in names if is_array(values[name]))
+        static = tuple((name, values[name]) for name in names if name not in children)
+        remembered = values["_structure"] = (children, static)
+    return remembered
 
 
 def _flatten(rule: Any):
-    names = _children(rule)
-    return tuple(rule.__dict__[n] for n in names), (names, _static(rule, names))
+    structure = _structure(rule)
+    values = rule.__dict__
+    return tuple([values[name] for name in structure[0]]), structure
 
 
 def _flatten_with_keys(rule: Any):
-    names = _children(rule)
-    keyed = tuple((GetAttrKey(n), rule.__dict__[n]) for n in names)
-    return keyed, (names, _static(rule, names))
+    children, structure = _flatten(rule)
+    return tuple(zip(map(GetAttrKey, structure[0]), children, strict=True)), structure
 
 
-def _unflatten(cls: type, static: tuple, children: Any) -> Any:
-    names, values = static
+def _unflatten(cls: type, structure: tuple, children: Any) -> Any:
+    names, static = structure
     rule = object.__new__(cls)
-    rule.__dict__.update(values)
-    rule.__dict__.update(zip(names, children, strict=True))
-    rule.__dict__["_array_names"] = names
+    values = rule.__dict__
+    values.update(static)
+    values.update(zip(names, children, strict=True))
+    values["_structure"] = structure
     return rule
 
 

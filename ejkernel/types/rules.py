@@ -9,6 +9,7 @@
 | `KeyLength(length)`, `QueryLength(length)` | `k < length`, `q < length` |
 | `TokenTypes(q_types, kv_types, zero_policy)` | the types are equal, zeros as the policy says |
 | `Dense(mask)` | `mask[q, k]` |
+| `Blocks(mask, block_q, block_k)` | `mask[q // block_q, k // block_k]` |
 | `And(rules)`, `Or(rules)` | all rules, or some rule, allow it |
 
 >>> rule = Band(None, 0) & KeyLength(3)
@@ -26,6 +27,7 @@ from ejkernel.types.rules_array import Dense as Dense
 from ejkernel.types.rules_array import Segments as Segments
 from ejkernel.types.rules_array import TokenTypes as TokenTypes
 from ejkernel.types.rules_array import ZeroPolicy as ZeroPolicy
+from ejkernel.types.rules_blocks import Blocks as Blocks
 from ejkernel.types.rules_index import Band as Band
 from ejkernel.types.rules_index import Chunks as Chunks
 from ejkernel.types.rules_index import KeyLength as KeyLength

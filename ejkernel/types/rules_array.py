@@ -63,7 +63,7 @@ class _Summary:
         # [..., 1, nq, 1] for queries, [..., 1, 1, nk] for keys.
         place = lambda x: jnp.expand_dims(x, (-3, -1) if axis == -2 else (-3, -2))
         smallest, self.most, self.least, self.signature = map(place, summaries)
-        self.uniform = (smallest == self.most) & (smallest > _NO_KEY)
+        self.uniform = smallest == self.most
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

@@ -61,20 +61,24 @@ def floating(tree: Any) -> list[bool]:
     return [jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves(tree)]
 
 
-def all_cases() -> list[Any]:
-    """Every case as a pytest parameter; those of other hardware carry its mark."""
+def all_cases(thorough: bool = True) -> list[Any]:
+    """Every case as a pytest parameter; those of other hardware carry its mark.
+
+    Where not `thorough`, what is no core workload is marked slow.
+    """
     cases = []
     for name in OPS:
         op = kernel_registry.op(name)
         for source in op.sources:
-            marks = [
-                getattr(pytest.mark, source.backend.value)
-                for _ in range(source.backend.value in ("gpu", "tpu"))
-            ]
+            hardware = source.backend.value
             for workload in workloads_of(name).WORKLOADS:
-                if "test" in workload.tags:
-                    case = Case(op, source, workload)
-                    cases.append(pytest.param(case, id=case.name, marks=marks))
+                if "test" not in workload.tags:
+                    continue
+                marks = [getattr(pytest.mark, hardware)] if hardware in ("gpu", "tpu") else []
+                if not thorough and "core" not in workload.tags:
+                    marks.append(pytest.mark.slow)
+                case = Case(op, source, workload)
+                cases.append(pytest.param(case, id=case.name, marks=marks))
     return cases
 
 

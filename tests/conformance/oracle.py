@@ -7,7 +7,7 @@ some float32 roundings, is the most that an implementation may show.
 
 import functools
 import importlib
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +16,7 @@ from conformance.cases import Case, cast, floating
 
 EPS = float(np.finfo(np.float32).eps)
 VALUE_FLOOR, GRADIENT_FLOOR = 32 * EPS, 128 * EPS
-
-
-class Expected(NamedTuple):
-    """Truth and rounded truth: outputs, then gradients of the floating inputs."""
-
-    values: list[np.ndarray]
-    gradients: list[np.ndarray]
-    rounded_values: list[np.ndarray]
-    rounded_gradients: list[np.ndarray]
+SEEDS = (0, 1, 2, 3)
 
 
 def cotangents(outputs: Any) -> Any:
@@ -57,15 +49,11 @@ def arrays(tree: Any) -> list[np.ndarray]:
     return [np.asarray(x, np.float64) for x in jax.tree.leaves(tree)]
 
 
-def expected(case: Case, dtype: Any) -> Expected:
-    """The definition in float64, exact and rounded to `dtype`."""
-    return Expected(*_defined(case, None), *_defined(case, dtype))
-
-
 @functools.cache
-def _defined(case: Case, dtype: Any) -> tuple[list, list]:
+def defined(case: Case, dtype: Any = None, seed: int = 0) -> tuple[list, list]:
+    """Outputs and gradients of the definition in float64, rounded to `dtype` if one is given."""
     define = importlib.import_module(str(case.op.reference)).forward
-    call = case.call()
+    call = case.call(seed=seed)
 
     def rounded(x: Any) -> Any:
         return x if dtype is None else x.astype(dtype).astype(x.dtype)
@@ -85,21 +73,40 @@ def distance(actual: np.ndarray, truth: np.ndarray) -> float:
     return float(gap.max(initial=0.0)) if not np.isnan(gap).any() else np.inf
 
 
-def assert_as_good_as(actual: Any, truth: list, rounded: list, floor: float, what: str) -> None:
+def largest(x: np.ndarray) -> float:
+    return float(np.abs(x[np.isfinite(x)]).max(initial=0.0))
+
+
+def assert_as_good_as_rounding(
+    case: Case, dtype: Any, which: Literal["values", "gradients"], actual: Any, what: str = ""
+) -> None:
     """Every array is as near the truth as its dtype allows."""
-    actual = arrays(actual)
+    part, floor = (0, VALUE_FLOOR) if which == "values" else (1, GRADIENT_FLOOR)
+    actual, truth = arrays(actual), defined(case)[part]
     assert len(actual) == len(truth), what
-    for i, (got, exact, coarse) in enumerate(zip(actual, truth, rounded, strict=True)):
+    for i, (got, exact) in enumerate(zip(actual, truth, strict=True)):
         assert got.shape == exact.shape, f"{what} {i}: shape {got.shape} instead of {exact.shape}"
-        finite = np.abs(exact[np.isfinite(exact)])
-        allowed = 2 * distance(coarse, exact) + floor * float(finite.max(initial=0.0))
         error = distance(got, exact)
-        assert error <= allowed, f"{what} {i}: off by {error:.3e}, allowed {allowed:.3e}"
+        for seed in SEEDS:
+            # The error that rounding makes of a few numbers can be small by luck: look again.
+            unavoidable = max(_rounding_error(case, dtype, s, part, i) for s in SEEDS[: seed + 1])
+            # What cancels to zero is measured by the size of its neighbours.
+            size = largest(exact) or max(map(largest, truth))
+            allowed = (2 * unavoidable + floor) * size
+            if error <= allowed:
+                break
+        else:
+            raise AssertionError(f"{which} {i} {what}: off by {error:.3e}, allowed {allowed:.3e}")
+
+
+def _rounding_error(case: Case, dtype: Any, seed: int, part: int, i: int) -> float:
+    """What rounding to `dtype` costs, relative to the largest number of the result."""
+    exact, coarse = defined(case, None, seed)[part][i], defined(case, dtype, seed)[part][i]
+    return distance(coarse, exact) / (largest(exact) or 1.0)
 
 
 def assert_same(actual: Any, other: Any, floor: float, what: str) -> None:
     """Two runs of one implementation agree up to a few float32 roundings."""
     for i, (a, b) in enumerate(zip(arrays(actual), arrays(other), strict=True)):
-        finite = np.abs(b[np.isfinite(b)])
-        allowed = floor * float(finite.max(initial=0.0))
+        allowed = floor * largest(b)
         assert distance(a, b) <= allowed, f"{what} {i}: {distance(a, b):.3e} > {allowed:.3e}"

@@ -122,6 +122,18 @@ def test_replacing_ids_in_a_mask_that_has_none_adds_them():
     np.testing.assert_array_equal(mask.q_segment_ids, IDS)
 
 
+def test_replacing_ids_keeps_the_lengths():
+    mask = MaskInfo.from_segments(IDS).apply_kv_lengths(2)
+    replaced = mask.replace(q_segment_ids=IDS, kv_segment_ids=jnp.zeros_like(IDS))
+    assert replaced.kv_segment_ids.tolist() == [[0, 0, -1, -1]] * 2
+    free = mask.replace(kv_segment_ids=None)
+    assert free.kv_lens.tolist() == [2, 2]
+    assert free.q_lens.tolist() == [4, 4]
+    union = mask.apply_token_type_ids(jnp.ones_like(IDS)).replace(q_segment_ids=IDS)
+    assert union.attention_mask.all()
+    assert union.kv_lens.tolist() == [2, 2]
+
+
 def test_none_clears_and_what_is_not_named_stays():
     mask = MaskInfo.from_segments(IDS, q_positions=IDS, batch_axis_name="data").apply_causal()
     same = mask.replace()

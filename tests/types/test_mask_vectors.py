@@ -98,8 +98,12 @@ def test_decode():
     assert rows(last) == ["00111"]
     assert last.q_position_ids.tolist() == [[7]]
     assert last.kv_position_ids.tolist() == [[3, 4, 5, 6, 7]]
-    wide = ones(1, 10).apply_sliding_window((2, 1), mode="decode", index=4)
-    assert wide.shape == (1, 1, 4)
+    wide = ones(1, 10).apply_causal().apply_sliding_window((2, 1), mode="decode", index=4)
+    assert rows(wide) == ["1110"]
+    assert wide.kv_position_ids.tolist() == [[2, 3, 4, 5]]
+    moved = ones(1, 10).apply_sliding_window((2, 1), offset=3, mode="decode", index=4)
+    assert rows(moved) == ["1111"]
+    assert moved.kv_position_ids.tolist() == [[5, 6, 7, 8]]
 
 
 def test_decode_at_one_index_per_row():

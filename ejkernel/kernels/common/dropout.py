@@ -1,6 +1,6 @@
 """Dropout whose bits depend on where an element stands, not on how the work was cut up.
 
-Every element of the attention matrix has a 32-bit number made from (seed, batch, head, row, column).
+Every element of the attention matrix has 32 bits made from (seed, batch, head, row, column).
 All arithmetic is on unsigned 32-bit integers and wraps around; `>>` shifts in zeros.
 
     mix(x):    x ^= x >> 16;  x *= 0x85EBCA6B;  x ^= x >> 13;  x *= 0xC2B2AE35;  x ^= x >> 16

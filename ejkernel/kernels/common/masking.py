@@ -10,7 +10,7 @@ import numpy as np
 
 from ejkernel.kernels.common.arguments import as_array, cumulative_lengths, window_pair
 from ejkernel.types.mask import MaskInfo
-from ejkernel.types.rules import Band, Dense, Everything, Rule, Segments
+from ejkernel.types.rules import And, Band, Chunks, Dense, Everything, Rule, Segments
 
 
 class Extent(NamedTuple):
@@ -53,6 +53,15 @@ def attention_rule(
     if window is not None:
         rule = rule & Band(-window[0], window[1])
     return rule
+
+
+def chunk_rule(op: str, size: Any) -> Rule:
+    """Query and key in the same chunk of this many positions, the key not after the query."""
+    if size is None:
+        return Everything()
+    if not isinstance(size, int | np.integer) or size < 1:
+        raise ValueError(f"{op}: chunk_size must be a positive int, got {size!r}.")
+    return And((Chunks(operator.index(size)), Band(None, 0)))
 
 
 def dense_mask(op: str, extent: Extent, mask: Any) -> jax.Array:

@@ -2,13 +2,18 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import ArrayLike
 
 from ejkernel.kernels.common.arguments import as_array, check_attention_shapes, static_number
+from ejkernel.kernels.common.attention import (
+    bias_of_rank_four,
+    bound_of_logits,
+    scale_of_logits,
+    sinks_per_head,
+)
 from ejkernel.kernels.common.masking import Extent, attention_rule
 from ejkernel.kernels.flash_attention import OP
 from ejkernel.kernels.flash_attention.config import FlashAttentionConfig
@@ -115,8 +120,8 @@ def attend(
         query,
         key,
         value,
-        bias=_bias(name, bias, extent),
-        sinks=_sinks(name, softmax_aux, extent.heads),
+        bias=bias_of_rank_four(name, bias, extent),
+        sinks=sinks_per_head(name, softmax_aux, extent.heads),
         mask=attention_rule(
             name,
             extent,
@@ -130,7 +135,11 @@ def attend(
         ),
         dropout=_dropout(name, dropout_prob, dropout_seed, extent),
     )
-    spec = _spec(name, query.shape[3], softmax_scale, logits_soft_cap, dropout_prob)
+    spec = Spec(
+        softmax_scale=scale_of_logits(name, softmax_scale, query.shape[3]),
+        logits_soft_cap=bound_of_logits(name, logits_soft_cap),
+        dropout_prob=float(dropout_prob),
+    )
     if 0 in (*extent, value.shape[3]):
         out = jnp.zeros((*query.shape[:3], value.shape[3]), query.dtype)
         lse = jnp.full((extent.batch, extent.heads, extent.queries), -jnp.inf, jnp.float32)
@@ -144,43 +153,6 @@ def attend(
 
 def _tuple(specs: Any) -> Any:
     return tuple(specs) if isinstance(specs, list) else specs
-
-
-def _bias(op: str, bias: Any, extent: Extent) -> jax.Array | None:
-    """The bias with rank 4, at its own shape."""
-    if bias is None:
-        return None
-    bias = as_array(op, "bias", bias)
-    shape = (1,) * (4 - bias.ndim) + bias.shape
-    if (
-        bias.ndim < 2
-        or len(shape) != 4
-        or not jnp.issubdtype(bias.dtype, jnp.floating)
-        or any(size not in (1, full) for size, full in zip(shape, extent, strict=True))
-    ):
-        raise ValueError(
-            f"{op}: bias must be floating point and broadcast to [batch, heads, queries, keys] = "
-            f"{tuple(extent)}, got {bias.dtype}{list(bias.shape)}."
-        )
-    return bias if bias.ndim == 4 else bias.reshape(shape)
-
-
-def _sinks(op: str, sinks: Any, heads: int) -> jax.Array | None:
-    """The sinks as [1 or heads, sinks]."""
-    if sinks is None:
-        return None
-    sinks = as_array(op, "softmax_aux", sinks)
-    if (
-        sinks.ndim not in (1, 2)
-        or (sinks.ndim == 2 and sinks.shape[0] != heads)
-        or sinks.size == 0
-        or not jnp.issubdtype(sinks.dtype, jnp.floating)
-    ):
-        raise ValueError(
-            f"{op}: softmax_aux must be floating point [sinks] or [{heads}, sinks], "
-            f"got {sinks.dtype}{list(sinks.shape)}."
-        )
-    return sinks[None] if sinks.ndim == 1 else sinks
 
 
 def _dropout(op: str, probability: float, seed: Any, extent: Extent) -> Dropout | None:
@@ -197,18 +169,6 @@ def _dropout(op: str, probability: float, seed: Any, extent: Extent) -> Dropout 
         seed,
         np.arange(extent.batch, dtype=np.int32),
         np.arange(extent.heads, dtype=np.int32),
-    )
-
-
-def _spec(op: str, head_dim: int, scale: Any, soft_cap: Any, dropout_prob: Any) -> Spec:
-    if soft_cap is not None and not static_number(op, "logits_soft_cap", soft_cap) > 0:
-        raise ValueError(f"{op}: logits_soft_cap must be positive, got {soft_cap}.")
-    return Spec(
-        softmax_scale=head_dim**-0.5
-        if scale is None
-        else static_number(op, "softmax_scale", scale),
-        logits_soft_cap=None if soft_cap is None else float(soft_cap),
-        dropout_prob=float(dropout_prob),
     )
 
 

@@ -27,8 +27,8 @@ class Outputs(NamedTuple):
 
     Attributes:
         out: the attention output, in the dtype of the query.
-        lse: the natural log-sum-exp of the logits of the visible keys, sinks not counted, in float32
-            (float64 for float64 inputs); -inf for a row that sees nothing.
+        lse: the natural log-sum-exp of the logits of the visible keys, sinks not counted, in
+            float32 (float64 for float64 inputs); -inf for a row that sees nothing.
     """
 
     out: Float[Array, "b t n v"]

@@ -1,5 +1,7 @@
 """Named calls: the conformance suite, the tuner and the benchmark all read this list."""
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 
 from ejkernel.kernels.flash_attention.config import FlashAttentionConfig
@@ -25,22 +27,18 @@ def _attention(
     }
 
 
-def _segments(*rows: tuple[int, ...]) -> Draw:
-    """Segment ids from segment lengths; a negative length is padding."""
-
-    def make() -> MaskInfo:
-        ids = [
-            [(-1 if n < 0 else i) for i, n in enumerate(row) for _ in range(abs(n))] for row in rows
-        ]
-        return MaskInfo.from_segments(jnp.array(ids))
-
-    return value(make)
+def _segments(*rows: tuple[int, ...]) -> MaskInfo:
+    """A mask from segment lengths; a negative length is padding."""
+    ids = [
+        [(-1 if length < 0 else i) for i, length in enumerate(row) for _ in range(abs(length))]
+        for row in rows
+    ]
+    return MaskInfo.from_segments(jnp.array(ids))
 
 
-def _mask(change) -> Draw:
+def _mask(change: Callable[[MaskInfo], MaskInfo] = lambda mask: mask) -> Draw:
     """A mask of 2 x 48 x 48 tokens in three segments and some padding, changed."""
-    base = _segments((20, 9, 19), (30, 10, -8))
-    return value(lambda: change(base(None, None)))  # type: ignore[arg-type]
+    return value(lambda: change(_segments((20, 9, 19), (30, 10, -8))))
 
 
 _SMALL = _attention()
@@ -55,7 +53,7 @@ WORKLOADS = (
     Workload("one_token", _attention(queries=1, keys=1)),
     Workload("scale", _SMALL | {"softmax_scale": 0.7}),
     Workload("causal", _SMALL | {"causal": True}),
-    Workload("causal_odd", _attention(queries=127) | {"causal": True}),
+    Workload("causal_odd", _attention(queries=127) | {"causal": True}).core(),
     Workload("decode", _attention(queries=1, keys=63) | {"causal": True, "causal_offset": 62}),
     Workload(
         "causal_offset",
@@ -67,19 +65,26 @@ WORKLOADS = (
         | {"causal": True, "causal_offset": value(lambda: jnp.array([16, -3]))},
     ),
     Workload("window", _SMALL | {"sliding_window": 5}),
-    Workload("window_pair", _SMALL | {"sliding_window": (7, 2), "causal": True}),
+    Workload("window_pair", _SMALL | {"sliding_window": (7, 2), "causal": True}).core(),
     Workload("soft_cap", _SMALL | {"logits_soft_cap": 2.0, "causal": True}),
     Workload("bias", _SMALL | {"bias": normal(2, 4, 48, 48)}),
-    Workload("bias_heads", _SMALL | {"bias": normal(4, 1, 48), "causal": True}),
+    Workload("bias_heads", _SMALL | {"bias": normal(4, 1, 48), "causal": True}).core(),
     Workload("bias_rows", _SMALL | {"bias": normal(48, 1), "logits_soft_cap": 3.0}),
     Workload("sinks", _SMALL | {"softmax_aux": normal(3), "causal": True}),
-    Workload("sinks_heads", _SMALL | {"softmax_aux": normal(4, 2), "sliding_window": (4, 0)}),
+    Workload(
+        "sinks_heads", _SMALL | {"softmax_aux": normal(4, 2), "sliding_window": (4, 0)}
+    ).core(),
     Workload("mask_keys", _SMALL | {"attention_mask": boolean(2, 48, chance=0.7)}),
     Workload("mask_pairs", _SMALL | {"attention_mask": boolean(2, 48, 48)}),
-    Workload("mask_heads", _SMALL | {"attention_mask": boolean(1, 4, 48, 48), "causal": True}),
-    Workload("segments", _SMALL | {"mask_info": _mask(lambda m: m)}),
-    Workload("segments_causal", _SMALL | {"mask_info": _mask(lambda m: m), "causal": True}),
-    Workload("segments_shared", _SMALL | {"mask_info": _segments((10, 30, -8)), "causal": True}),
+    Workload(
+        "mask_heads", _SMALL | {"attention_mask": boolean(1, 4, 48, 48), "causal": True}
+    ).core(),
+    Workload("segments", _SMALL | {"mask_info": _mask()}),
+    Workload("segments_causal", _SMALL | {"mask_info": _mask(), "causal": True}).core(),
+    Workload(
+        "segments_shared",
+        _SMALL | {"mask_info": value(lambda: _segments((10, 30, -8))), "causal": True},
+    ),
     Workload("chunks", _SMALL | {"mask_info": _mask(lambda m: m.apply_chunked(16))}),
     Workload(
         "lengths",
@@ -127,10 +132,10 @@ WORKLOADS = (
             "causal": True,
             "causal_offset": value(lambda: jnp.array([7, 15])),
         },
-    ),
+    ).core(),
     Workload(
         "dropout", _SMALL | {"dropout_prob": 0.3, "dropout_seed": value(lambda: jnp.int32(7))}
-    ),
+    ).core(),
     Workload(
         "blind_rows",
         _attention(queries=20)
@@ -140,7 +145,7 @@ WORKLOADS = (
             "softmax_aux": normal(4, 1),
             "bias": normal(20, 20),
         },
-    ),
+    ).core(),
     Workload(
         "all_at_once",
         _attention(queries=45, keys=51, value_dim=24)
@@ -155,7 +160,7 @@ WORKLOADS = (
             "dropout_prob": 0.2,
             "dropout_seed": 3,
         },
-    ),
+    ).core(),
 )
 
 # Blocks small enough that the workloads above have several, full, partial and empty.

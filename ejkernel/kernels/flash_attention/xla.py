@@ -6,35 +6,126 @@ from ejkernel.kernels.flash_attention import xla_backward, xla_forward
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
 from ejkernel.ops.config import BwdParams, FwdParams
 from ejkernel.ops.implementation import Implementation, Pass
-from ejkernel.ops.platform import Device
+from ejkernel.types.rules import And, Band, Chunks, Everything, Rule
+
+Blocks = tuple[int, int]  # queries, keys
 
 
-def forward(inputs: Inputs, spec: Spec, params: Any) -> tuple[Outputs, Outputs]:
+def forward(inputs: Inputs, spec: Spec, params: FwdParams | None) -> tuple[Outputs, Outputs]:
     """Outputs, which are also the residuals."""
-    outputs = xla_forward.forward(inputs, spec, params.q_blocksize, params.kv_blocksize)
+    outputs = xla_forward.forward(inputs, spec, *_blocks(params, heuristic_forward(inputs, spec)))
     return outputs, outputs
 
 
 def backward(
-    inputs: Inputs, residuals: Outputs, d_outputs: Outputs, spec: Spec, params: Any
+    inputs: Inputs,
+    residuals: Outputs,
+    d_outputs: Outputs,
+    spec: Spec,
+    params: BwdParams | None,
 ) -> Inputs:
-    """Gradients, shaped like the inputs."""
-    return xla_backward.backward(
-        inputs, residuals, d_outputs, spec, params.q_blocksize, params.kv_blocksize
-    )
+    """Gradients, shaped like the inputs; None where there is none."""
+    blocks = _blocks(params, heuristic_backward(inputs, spec))
+    return xla_backward.backward(inputs, residuals, d_outputs, spec, *blocks)
 
 
-def heuristic_forward(inputs: Inputs, spec: Spec, device: Device) -> FwdParams:
-    """Blocks of the forward pass."""
-    return FwdParams(q_blocksize=256, kv_blocksize=512)
+def _blocks(params: FwdParams | BwdParams | None, default: Blocks) -> Blocks:
+    """The block sizes that were asked for, the others by default."""
+    if params is None:
+        return default
+    return params.q_blocksize or default[0], params.kv_blocksize or default[1]
 
 
-def heuristic_backward(inputs: Inputs, spec: Spec, device: Device) -> BwdParams:
-    """Blocks of the backward pass."""
-    return BwdParams(q_blocksize=256, kv_blocksize=256)
+def heuristic_forward(inputs: Inputs, spec: Spec) -> Blocks:
+    """Block sizes of the forward pass, from shapes and what is static of the mask."""
+    q_len, kv_len = inputs.query.shape[1], inputs.key.shape[1]
+    block_q, block_k = _targets(inputs)
+    return _balanced(q_len, block_q), _balanced(kv_len, block_k)
+
+
+def heuristic_backward(inputs: Inputs, spec: Spec) -> Blocks:
+    """Block sizes of the backward pass: what serves the forward pass serves it too."""
+    return heuristic_forward(inputs, spec)
+
+
+def candidates_forward(inputs: Inputs, spec: Spec) -> list[Blocks]:
+    """Block sizes worth timing."""
+    q_len, kv_len = inputs.query.shape[1], inputs.key.shape[1]
+    sizes = ((128, 128), (256, 256), (256, 512), (512, 512), (512, 1024))
+    pairs = ((_balanced(q_len, q), _balanced(kv_len, k)) for q, k in sizes)
+    return list(dict.fromkeys(pairs))
+
+
+candidates_backward = candidates_forward
+
+
+def _targets(inputs: Inputs) -> Blocks:
+    """About how large blocks should be.
+
+    Large enough that each tile keeps every core busy, small enough that little of it is masked.
+    """
+    rule = inputs.mask or Everything()
+    q_len, q_heads = inputs.query.shape[1:3]
+    if q_len <= 16:  # few rows: the keys are read once, in few steps
+        return q_len, 2048
+    if width := _width(rule):
+        block = 128 if width <= 128 else 256
+        return block, block
+    if rule.heads > 1 or q_heads == 1:
+        return 512, 1024
+    return 256, 512
+
+
+def _width(rule: Rule) -> int | None:
+    """How many keys in a row a query can see at most, where that is static."""
+    low, high, size = _reach(rule)
+    if low is not None and high is not None:
+        size = high - low + 1 if size is None else min(size, high - low + 1)
+    return size
+
+
+def _reach(rule: Rule) -> tuple[int | None, int | None, int | None]:
+    """Static bounds of k - q, and the static size of chunks."""
+    if isinstance(rule, Band):
+        static = lambda bound: bound if isinstance(bound, int) else None
+        return static(rule.low), static(rule.high), None
+    if isinstance(rule, Chunks):
+        return None, None, rule.size if isinstance(rule.size, int) else None
+    if isinstance(rule, And):
+        lows, highs, sizes = zip(*map(_reach, rule.rules), strict=True)
+        known = lambda values: [value for value in values if value is not None]
+        return (
+            max(known(lows), default=None),
+            min(known(highs), default=None),
+            min(known(sizes), default=None),
+        )
+    return None, None, None
+
+
+def _balanced(length: int, target: int) -> int:
+    """A block near `target` that cuts `length` into equal parts, with little padding."""
+    blocks = -(-length // target)
+    block = -(-length // blocks)
+    return block if blocks == 1 else -(-block // 16) * 16
+
+
+def _params(kind: Any, blocks: Blocks) -> Any:
+    return kind(q_blocksize=blocks[0], kv_blocksize=blocks[1])
 
 
 IMPLEMENTATION = Implementation(
-    forward=Pass(run=forward, heuristic=heuristic_forward),
-    backward=Pass(run=backward, heuristic=heuristic_backward),
+    forward=Pass(
+        run=forward,
+        heuristic=lambda inputs, spec, device: _params(FwdParams, heuristic_forward(inputs, spec)),
+        candidates=lambda inputs, spec, device: [
+            _params(FwdParams, blocks) for blocks in candidates_forward(inputs, spec)
+        ],
+    ),
+    backward=Pass(
+        run=backward,
+        heuristic=lambda inputs, spec, device: _params(BwdParams, heuristic_backward(inputs, spec)),
+        candidates=lambda inputs, spec, device: [
+            _params(BwdParams, blocks) for blocks in candidates_backward(inputs, spec)
+        ],
+    ),
 )

@@ -1,0 +1,38 @@
+"""Measurements that need a process of their own: imports, first calls, peaks."""
+
+import inspect
+import os
+import subprocess
+import sys
+import tempfile
+
+from ejkernel.cli.measure import WrongResultError
+
+
+def seconds(prepare: str, timed: str, check: str = "") -> float:
+    """Seconds that `timed` takes in a new process after `prepare`; `check` must pass afterwards."""
+    return value(
+        prepare,
+        "import time",
+        "_began = time.perf_counter()",
+        timed,
+        "_took = time.perf_counter() - _began",
+        check,
+        "_took",
+    )
+
+
+def value(*code: str) -> float:
+    """The last expression after all the other code ran in a new process with an empty cache."""
+    *statements, expression = map(inspect.cleandoc, code)
+    program = "\n".join([*statements, f"print(float({expression}))"])
+    with tempfile.TemporaryDirectory() as empty:
+        left_out = ("JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE")
+        environment = {name: x for name, x in os.environ.items() if name not in left_out}
+        environment["EJKERNEL_CACHE_DIR"] = empty
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+        )
+    if done.returncode:
+        raise WrongResultError((done.stderr.strip().splitlines() or ["the process died"])[-1])
+    return float(done.stdout.split()[-1])

@@ -1,0 +1,168 @@
+"""The call: what it takes, what it means, how it becomes the inputs of flash attention."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.typing import ArrayLike
+
+from ejkernel.kernels.blocksparse_attention import OP
+from ejkernel.kernels.blocksparse_attention.config import BlockSparseAttentionConfig
+from ejkernel.kernels.blocksparse_attention.mask_rules import rule_of_blocks, rule_of_builder
+from ejkernel.kernels.blocksparse_attention.masks import Mask
+from ejkernel.kernels.common.arguments import as_array, check_attention_shapes
+from ejkernel.kernels.common.attention import (
+    bias_of_rank_four,
+    bound_of_logits,
+    scale_of_logits,
+    sinks_per_head,
+)
+from ejkernel.kernels.common.masking import Extent, attention_rule, chunk_rule
+from ejkernel.kernels.flash_attention.inputs import Inputs, Spec
+from ejkernel.ops import executor
+from ejkernel.ops.executor import Request
+from ejkernel.ops.module import Module
+from ejkernel.types.mask import MaskInfo
+
+
+def blocksparse_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    softmax_aux: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    *,
+    block_mask: ArrayLike | None = None,
+    block_size: int | tuple[int, int] = 64,
+    layout: Literal["bshd", "bhsd"] = "bshd",
+    mask_info: MaskInfo | None = None,
+    attention_mask: ArrayLike | None = None,
+    mask_builder: Callable[..., Mask] | None = None,
+    causal: bool = False,
+    sliding_window: int | tuple[int, int] | None = None,
+    chunk_size: int | None = None,
+    softmax_scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    platform: str | None = None,
+    cfg: BlockSparseAttentionConfig | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: tuple[PartitionSpec | None, ...] | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | None = None,
+) -> Any:
+    """Softmax attention in which each block of queries visits only some blocks of keys.
+
+    A query sees a key if everything that is said allows it: `block_mask`, `mask_info`,
+    `attention_mask`, `mask_builder`, `causal`, `sliding_window` and `chunk_size`. Time and memory
+    follow the blocks in which something is visible, forward and backward. The rest is as in
+    `flash_attention`.
+
+    Args:
+        query: `[batch, queries, heads, head_dim]`, or head-first as `layout` says.
+        key: `[batch, keys, kv_heads, head_dim]`; `heads` is a multiple of `kv_heads`.
+        value: `[batch, keys, kv_heads, value_dim]`.
+        softmax_aux: attention sinks, `[sinks]` for all heads or `[heads, sinks]`.
+        bias: added to the scaled logits; broadcastable to `[batch, heads, queries, keys]`.
+        block_mask: True where a block of queries sees a whole block of keys: `[query blocks, key
+            blocks]`, `[heads, ...]` or `[batch, 1 or heads, ...]`. It may be traced.
+        block_size: queries and keys in a block of `block_mask`, one number or a pair; the last
+            blocks may be shorter.
+        layout: `"bshd"`, or `"bhsd"` for arrays and output with heads before the sequence.
+        mask_info: a `MaskInfo`; its batch may be 1.
+        attention_mask: True where a key may be seen: `[batch, keys]`, `[batch, queries, keys]` or
+            `[batch, heads, queries, keys]`.
+        mask_builder: `mask_builder(queries, keys, heads, head, group)` gives the `Mask` of a query
+            head; `group` is how many of them share a key head.
+        causal: query `q` sees keys `k <= q`.
+        sliding_window: `w` or `(left, right)`: `-left <= k - q <= right`.
+        chunk_size: query and key must lie in the same chunk of this many positions, and the key
+            not after the query.
+        softmax_scale: by default `head_dim ** -0.5`.
+        logits_soft_cap: bound of the logits.
+        platform: "xla", "pallas", "triton", or None for the best that can serve the call.
+        cfg: blocks of the kernel; by default chosen for the call.
+        mesh: run under `shard_map` over this mesh.
+        in_specs: with `mesh`, the specs of query, key and value; the others follow from them.
+        out_specs: the spec of the output; it follows from `in_specs`.
+
+    Returns:
+        The output `[batch, queries, heads, value_dim]`, in `layout`, in the dtype of the query.
+
+    Raises:
+        ValueError: the arguments do not fit each other.
+        UnsupportedError: the platform that was asked for cannot serve the call.
+
+    >>> import jax.numpy as jnp
+    >>> from ejkernel.modules import blocksparse_attention
+    >>> x = jnp.ones((1, 256, 4, 32))
+    >>> blocksparse_attention(x, x, x, block_mask=jnp.eye(4, dtype=bool), block_size=64).shape
+    (1, 256, 4, 32)
+    """
+    name = OP.name
+    if layout not in ("bshd", "bhsd"):
+        raise ValueError(f"{name}: layout must be 'bshd' or 'bhsd', got {layout!r}.")
+    query, key, value = (
+        _sequence_first(as_array(name, label, x), layout)
+        for label, x in (("query", query), ("key", key), ("value", value))
+    )
+    check_attention_shapes(name, query, key, value)
+    extent = Extent(query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+    rule = attention_rule(
+        name,
+        extent,
+        mask_info=mask_info,
+        attention_mask=attention_mask,
+        causal=causal,
+        causal_offset=0,
+        sliding_window=sliding_window,
+    )
+    if block_mask is not None:
+        rule = rule & rule_of_blocks(block_mask, block_size, extent)
+    if mask_builder is not None:
+        group = extent.heads // key.shape[2]
+        rule = rule & rule_of_builder(mask_builder, block_size, extent, group)
+    inputs = Inputs(
+        query,
+        key,
+        value,
+        bias=bias_of_rank_four(name, bias, extent),
+        sinks=sinks_per_head(name, softmax_aux, extent.heads),
+        mask=rule & chunk_rule(name, chunk_size),
+    )
+    spec = Spec(
+        softmax_scale=scale_of_logits(name, softmax_scale, query.shape[3]),
+        logits_soft_cap=bound_of_logits(name, logits_soft_cap),
+    )
+    if 0 in (*extent, value.shape[3]):
+        out = jnp.zeros((*query.shape[:3], value.shape[3]), query.dtype)
+    else:
+        in_specs, out_specs = (_specs_sequence_first(x, layout) for x in (in_specs, out_specs))
+        request = Request(platform, cfg, mesh, in_specs, out_specs)
+        out = executor.run(OP, inputs, spec, request).out
+    return _sequence_first(out, layout)
+
+
+def _sequence_first(x: jax.Array, layout: str) -> jax.Array:
+    """[b, n, s, d] <-> [b, s, n, d] where the layout is head-first."""
+    return jnp.swapaxes(x, 1, 2) if layout == "bhsd" and x.ndim == 4 else x
+
+
+def _specs_sequence_first(specs: Any, layout: str) -> Any:
+    """The specs of query, key and value, or of the output, in our layout; others as they are."""
+    if specs is None or layout == "bshd":
+        return tuple(specs) if isinstance(specs, list) else specs
+    if isinstance(specs, PartitionSpec):
+        entries = [*specs, None, None, None, None][:4]
+        return PartitionSpec(entries[0], entries[2], entries[1], entries[3])
+    return tuple(
+        _specs_sequence_first(spec, layout) if position < 3 else spec
+        for position, spec in enumerate(specs)
+    )
+
+
+class BlockSparseAttention(Module):
+    """Block-sparse attention as an object; see `blocksparse_attention`."""
+
+    function = staticmethod(blocksparse_attention)
+    config = BlockSparseAttentionConfig

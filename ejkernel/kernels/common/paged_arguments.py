@@ -1,0 +1,245 @@
+"""Checks that the operations over pages share, and the one form their arguments take."""
+
+import operator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from ejkernel.kernels.common.arguments import as_array, known_values, static_number
+from ejkernel.kernels.common.paged import LAYOUTS
+
+_CACHE_DTYPES = (
+    "float32",
+    "bfloat16",
+    "float16",
+    "float64",
+    "int8",
+    "float8_e4m3fn",
+    "float8_e5m2",
+)
+
+
+class Options(NamedTuple):
+    """What every operation over pages takes by keyword, as the caller gave it."""
+
+    softmax_aux: Any
+    softmax_scale: Any
+    sliding_window: Any
+    logits_soft_cap: Any
+    kv_layout: Any
+    k_scale: Any
+    v_scale: Any
+
+
+class Cache(NamedTuple):
+    """The arrays of a cache, checked; `keys` alone where it is combined."""
+
+    keys: jax.Array
+    values: jax.Array | None
+    pages: int
+    page_size: int
+    kv_heads: int
+    value_dim: int
+
+
+class Sequences(NamedTuple):
+    """Where each sequence's queries and pages are: [b, s], and [b, s, pages] for the table."""
+
+    query_starts: Any
+    query_lens: Any
+    kv_lens: Any
+    page_indices: Any
+
+
+def check_query(op: str, query: jax.Array, ranks: tuple[int, ...], shape: str) -> None:
+    """A query of one of these ranks, in floating point."""
+    if query.ndim not in ranks:
+        raise ValueError(f"{op}: query must have shape {shape}, got {query.shape}.")
+    if not jnp.issubdtype(query.dtype, jnp.floating) or query.dtype.itemsize == 1:
+        raise ValueError(
+            f"{op}: query must be floating point of 16 bits or more, got {query.dtype}."
+        )
+
+
+def cache(
+    op: str, query: jax.Array, layout: str, arrays: dict[str, Any], combined: bool = False
+) -> Cache:
+    """The cache in the layout that was named, fitting the query."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"{op}: kv_layout must be one of {', '.join(LAYOUTS)}, got {layout!r}.")
+    found = {name: as_array(op, name, x) for name, x in arrays.items()}
+    names = {"p": "pages", "c": "page_size", "k": "kv_heads", "h": "head_dim"}
+    axes = LAYOUTS[layout]
+    for name, x in found.items():
+        if x.ndim != 4:
+            shape = ", ".join(names[letter] for letter in axes)
+            shape = shape.replace("kv_heads", "2 * kv_heads") if combined else shape
+            raise ValueError(f"{op}: {name} must have shape [{shape}], got {x.shape}.")
+        if x.dtype.name not in _CACHE_DTYPES:
+            raise ValueError(
+                f"{op}: {name} must be one of {', '.join(_CACHE_DTYPES)}, got {x.dtype}."
+            )
+    first, *rest = found
+    keys = found[first]
+    sizes = dict(zip(axes, keys.shape, strict=True))
+    for name in rest:
+        values = found[name]
+        if values.shape[:-1] != keys.shape[:-1] or values.dtype != keys.dtype:
+            raise ValueError(
+                f"{op}: {first} and {name} must agree in all but the head dim, got "
+                f"{keys.dtype}{list(keys.shape)} and {values.dtype}{list(values.shape)}."
+            )
+    if combined:
+        if sizes["k"] % 2:
+            raise ValueError(
+                f"{op}: {first} holds a key head and a value head in turn and must have an even "
+                f"number of them, got {sizes['k']}."
+            )
+        sizes["k"] //= 2
+        shape = list(keys.shape)
+        where = axes.index("k")
+        keys = keys.reshape(*shape[:where], sizes["k"], 2, *shape[where + 1 :])
+    heads, head_dim = query.shape[-2:]
+    if sizes["h"] != head_dim:
+        raise ValueError(
+            f"{op}: query and {first} must have one head dim, got {head_dim} and {sizes['h']}."
+        )
+    if sizes["k"] == 0 or heads % sizes["k"]:
+        raise ValueError(
+            f"{op}: query heads must be a multiple of key heads, got {heads} and {sizes['k']}."
+        )
+    values = found[rest[0]] if rest else None
+    value_dim = head_dim if values is None else values.shape[-1]
+    return Cache(keys, values, sizes["p"], sizes["c"], sizes["k"], value_dim)
+
+
+def integers(op: str, name: str, x: Any, shape: str, ranks: tuple[int, ...]) -> Any:
+    """Indices or lengths as int32: NumPy where the values are at hand, so that nothing runs yet."""
+    known = known_values(x) if isinstance(x, jax.Array | np.ndarray | list | tuple | int) else None
+    x = as_array(op, name, x) if known is None else known
+    if x.ndim not in ranks or not jnp.issubdtype(x.dtype, jnp.integer):
+        raise ValueError(f"{op}: {name} must be integers {shape}, got {x.dtype}{list(x.shape)}.")
+    return x.astype(np.int32)
+
+
+def cumulative(op: str, name: str, x: Any, count: int | None, most: int | None) -> Any:
+    """Cumulative lengths [0, l1, l1 + l2, ...] of `count` sequences, up to `most`."""
+    x = integers(op, name, x, "[sequences + 1]", (1,))
+    if x.shape[0] < 1 or (count is not None and x.shape[0] != count + 1):
+        wanted = "at least one entry" if count is None else f"{count + 1} entries"
+        raise ValueError(f"{op}: {name} must have {wanted}, got {x.shape[0]}.")
+    if isinstance(x, np.ndarray):
+        if x[0] != 0 or (np.diff(x) < 0).any():
+            raise ValueError(f"{op}: {name} must begin with 0 and never decrease, got {x}.")
+        if most is not None and x[-1] > most:
+            raise ValueError(f"{op}: {name} ends at {x[-1]}, beyond the {most} rows of query.")
+    return x
+
+
+def check_sequences(
+    op: str, sequences: Sequences, cache: Cache, window: int | None, names: tuple[str, str]
+) -> None:
+    """Lengths within the table, and page ids within the cache where a query may look.
+
+    `names` are those of the lengths and of the table. What is traced or on a device is not checked.
+    """
+    starts, lens, kv_lens, table = sequences
+    lengths_name, table_name = names
+    if not isinstance(kv_lens, np.ndarray):
+        return
+    if (kv_lens < 0).any():
+        raise ValueError(f"{op}: {lengths_name} must not be negative, got {kv_lens.min()}.")
+    capacity = table.shape[-1] * cache.page_size
+    if (kv_lens > capacity).any():
+        raise ValueError(
+            f"{op}: {lengths_name} must be at most {capacity}, {table.shape[-1]} pages of "
+            f"{cache.page_size}, got {kv_lens.max()}."
+        )
+    if not isinstance(table, np.ndarray) or not isinstance(lens, np.ndarray):
+        return
+    page = np.arange(table.shape[-1])
+    used = (page < -(-kv_lens // cache.page_size)[..., None]) & (lens > 0)[..., None]
+    if window is not None:
+        oldest = np.maximum(kv_lens - lens - window + 1, 0)
+        used &= page >= (oldest // cache.page_size)[..., None]
+    wrong = table[used & ((table < -1) | (table >= cache.pages))]
+    if wrong.size:
+        raise ValueError(
+            f"{op}: {table_name} must hold page ids below {cache.pages}, or -1 for no page, "
+            f"got {wrong[0]}."
+        )
+
+
+def sinks(op: str, x: Any, heads: int) -> jax.Array | None:
+    """The sinks as [1 or heads, sinks]."""
+    if x is None:
+        return None
+    x = as_array(op, "softmax_aux", x)
+    if (
+        x.ndim not in (1, 2)
+        or (x.ndim == 2 and x.shape[0] != heads)
+        or x.size == 0
+        or not jnp.issubdtype(x.dtype, jnp.floating)
+    ):
+        raise ValueError(
+            f"{op}: softmax_aux must be floating point [sinks] or [{heads}, sinks], "
+            f"got {x.dtype}{list(x.shape)}."
+        )
+    return x[None] if x.ndim == 1 else x
+
+
+def scale(op: str, name: str, x: Any, kv_heads: int) -> jax.Array | None:
+    """One scale for each key head."""
+    if x is None:
+        return None
+    x = as_array(op, name, x)
+    if x.shape not in ((), (1,), (kv_heads,)) or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(
+            f"{op}: {name} must be floating point, one number or [{kv_heads}], "
+            f"got {x.dtype}{list(x.shape)}."
+        )
+    return jnp.broadcast_to(x, (kv_heads,))
+
+
+def statics(op: str, head_dim: int, options: Options) -> dict[str, Any]:
+    """The static options by the names that `Spec` has for them."""
+    soft_cap, window = options.logits_soft_cap, options.sliding_window
+    if soft_cap is not None and not static_number(op, "logits_soft_cap", soft_cap) > 0:
+        raise ValueError(f"{op}: logits_soft_cap must be positive, got {soft_cap}.")
+    if window is not None:
+        try:
+            window = operator.index(window)
+        except TypeError:
+            raise ValueError(f"{op}: sliding_window must be an int, got {window!r}.") from None
+        if window < 1:
+            raise ValueError(f"{op}: sliding_window must be positive, got {window}.")
+    return {
+        "softmax_scale": head_dim**-0.5
+        if options.softmax_scale is None
+        else static_number(op, "softmax_scale", options.softmax_scale),
+        "logits_soft_cap": None if soft_cap is None else float(soft_cap),
+        "sliding_window": window,
+        "kv_layout": options.kv_layout,
+    }
+
+
+def rearranged(spec: Any, *positions: int | None) -> PartitionSpec | None:
+    """A spec for an array whose axes stand at these positions of the given one, None where new."""
+    if spec is None:
+        return None
+    entries = list(spec)
+    at = lambda i: entries[i] if i is not None and i < len(entries) else None
+    known = [i for i in positions if i is not None]
+    extra = entries[max(known) + 1 :]  # more than the array has axes: left for the check of specs
+    return PartitionSpec(*map(at, positions), *extra)
+
+
+def rearranged_specs(specs: Any, *positions: tuple[int | None, ...]) -> Any:
+    """The first specs of a call rearranged one by one; the others, and what is no list, stay."""
+    if specs is None or isinstance(specs, PartitionSpec) or not isinstance(specs, tuple | list):
+        return specs
+    first = [rearranged(spec, *order) for spec, order in zip(specs, positions, strict=False)]
+    return (*first, *tuple(specs)[len(first) :])

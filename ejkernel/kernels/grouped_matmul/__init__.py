@@ -1,0 +1,21 @@
+"""A matmul in which every row has the weight of its group: mixture of experts."""
+
+from ejkernel.kernels.grouped_matmul.config import GroupedMatmulConfig
+from ejkernel.kernels.grouped_matmul.inputs import Outputs, sample
+from ejkernel.ops.implementation import Op, Source
+from ejkernel.ops.platform import Backend, Platform
+
+OP = Op(
+    name="grouped_matmul",
+    config=GroupedMatmulConfig,
+    outputs=Outputs,
+    reference="ejkernel.kernels.grouped_matmul.reference",
+    sources=[
+        Source(Platform.XLA, Backend.ANY, "ejkernel.kernels.grouped_matmul.xla"),
+    ],
+    operands=("inputs", "weights", "group_ids", "group_offset", "existing_out"),
+    shardable=frozenset("rekn"),
+    reduced=frozenset("ek"),
+    bucketed=frozenset("br"),
+    sample=sample,
+)

@@ -1,0 +1,99 @@
+"""What a call of grouped matmul carries below its API: arrays, static arguments, results.
+
+Letters: `r` rows, `k` columns of the inputs, `n` columns of the output, `e` weights, `g` groups (as
+many as weights, or more where other shards have the rest). Calls that vmap joins share the weights
+and have a leading `b`; what they have in common has none.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+class Inputs(NamedTuple):
+    """The arrays of a call; gradients and partition specs come in the same shape.
+
+    Attributes:
+        group_ids: the group of each row; it or `group_sizes` is there.
+        group_sizes: how many rows each group has, one group after the other.
+        groups: the group that each weight belongs to, consecutive numbers; None: from 0.
+        existing_out: the rows of the result whose group has no weight here; None: zeros.
+    """
+
+    inputs: Float[Array, "r k"] | Float[Array, "b r k"]
+    weights: Float[Array, "e k n"]
+    group_ids: Int[Array, "r"] | Int[Array, "b r"] | None = None
+    group_sizes: Int[Array, "g"] | Int[Array, "b g"] | None = None
+    groups: Int[Array, "e"] | None = None
+    existing_out: Float[Array, "r n"] | Float[Array, "b r n"] | None = None
+
+
+class TransposedInputs(Inputs):
+    """The arrays of a call with `transpose_rhs`."""
+
+    weights: Float[Array, "e n k"]
+
+
+class Outputs(NamedTuple):
+    """The result of a call."""
+
+    out: Float[Array, "r n"] | Float[Array, "b r n"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Spec:
+    """The static arguments of a call; the dtype of the output is that of the inputs if None."""
+
+    transpose_rhs: bool = False
+    preferred_element_type: str | None = None
+
+    def output_dtype(self, inputs: Inputs) -> Any:
+        return jnp.dtype(self.preferred_element_type or inputs.inputs.dtype)
+
+
+def local_ids(inputs: Inputs) -> Int[Array, "*rows"]:
+    """The index of each row's weight, or the number of weights for a row that has none."""
+    rows, weights = inputs.inputs.shape[-2], inputs.weights.shape[0]
+    ids = inputs.group_ids
+    if ids is None:
+        ids = ids_of_sizes(jnp.asarray(inputs.group_sizes), rows)
+    first = 0 if inputs.groups is None else jnp.asarray(inputs.groups)[0]
+    local = jnp.where(ids < 0, -1, ids - first)
+    return jnp.where((local < 0) | (local >= weights), weights, local).astype(jnp.int32)
+
+
+def has_weight(inputs: Inputs) -> Bool[Array, "*rows"]:
+    """Which rows of the result come from a weight."""
+    return local_ids(inputs) < inputs.weights.shape[0]
+
+
+def ids_of_sizes(sizes: Int[Array, "*b g"], rows: int) -> Int[Array, "*b r"]:
+    """The group of each row; -1 past the last group."""
+    find = jnp.vectorize(
+        lambda ends: jnp.searchsorted(ends, jnp.arange(rows, dtype=ends.dtype), side="right"),
+        signature="(g)->(r)",
+    )
+    ids = find(jnp.cumsum(sizes, axis=-1, dtype=sizes.dtype))
+    return jnp.where(ids < sizes.shape[-1], ids, -1)
+
+
+def sample(inputs: Inputs, drawn: Inputs, spec: Spec) -> Inputs:
+    """Data to tune on: where the groups are not known yet, they share the rows evenly."""
+    rows, weights = inputs.inputs.shape[-2], inputs.weights.shape[0]
+    if _unknown(inputs.groups):
+        drawn = drawn._replace(groups=jnp.arange(weights, dtype=inputs.groups.dtype))  # pyright: ignore
+    if _unknown(inputs.group_ids):
+        ids = jnp.arange(rows, dtype=inputs.group_ids.dtype) % weights  # pyright: ignore
+        drawn = drawn._replace(group_ids=jnp.broadcast_to(ids, inputs.group_ids.shape))  # pyright: ignore
+    if _unknown(inputs.group_sizes):
+        shape = inputs.group_sizes.shape  # pyright: ignore
+        sizes = jnp.full(shape, rows // shape[-1], inputs.group_sizes.dtype)  # pyright: ignore
+        drawn = drawn._replace(group_sizes=sizes)
+    return drawn
+
+
+def _unknown(x: Any) -> bool:
+    return isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct)

@@ -1,0 +1,133 @@
+"""Mean pooling anywhere XLA runs: one pass over the tokens, the sums of blocks added up.
+
+Adding block by block keeps the error of a long sum small.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from ejkernel.kernels.common import carry
+from ejkernel.kernels.mean_pooling.config import MeanPoolingConfig
+from ejkernel.kernels.mean_pooling.inputs import Inputs, Outputs, Spec
+from ejkernel.ops.implementation import Implementation, Pass
+from ejkernel.ops.platform import Device
+
+
+def forward(inputs: Inputs, spec: Spec, params: MeanPoolingConfig) -> tuple[Outputs, tuple[()]]:
+    """The means; the backward pass needs nothing of them."""
+    if inputs.cu_seqlens is None:
+        sums = _sum_valid(inputs.x, inputs.attention_mask, params.block_size)
+    else:
+        sums = _sum_sequences(inputs.x, inputs.cu_seqlens, params.block_size)
+    return Outputs((sums / _counts(inputs)[..., None]).astype(inputs.x.dtype)), ()
+
+
+def backward(
+    inputs: Inputs, _: tuple[()], d_outputs: Outputs, spec: Spec, params: MeanPoolingConfig
+) -> Inputs:
+    """The gradient of each mean, divided among the tokens that count for it."""
+    x = inputs.x
+    share = d_outputs.out.astype(_wide(x)) / _counts(inputs)[..., None]
+    share = share.astype(x.dtype)
+    if inputs.cu_seqlens is not None:
+        d_x = _given_to_tokens(share, _places(inputs.cu_seqlens, x.shape[-2]))
+    elif inputs.attention_mask is not None:
+        d_x = jnp.where(inputs.attention_mask[..., None], share[:, None], 0)
+    else:
+        d_x = jnp.broadcast_to(share[:, None], x.shape)
+    return Inputs(d_x)
+
+
+def _wide(x: jax.Array) -> Any:
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
+def _counts(inputs: Inputs) -> Float[Array, "*sequences"]:
+    """How many tokens each sequence has, at least 1."""
+    tokens = inputs.x.shape[-2]
+    if inputs.cu_seqlens is not None:
+        counts = jnp.diff(jnp.clip(inputs.cu_seqlens, 0, tokens), axis=-1)
+    elif inputs.attention_mask is not None:
+        counts = inputs.attention_mask.sum(-1, dtype=jnp.int32)
+    else:
+        counts = jnp.full((1,), tokens)
+    return jnp.maximum(counts, 1).astype(_wide(inputs.x))
+
+
+def _sum_valid(
+    x: Float[Array, "b s d"], mask: Bool[Array, "b s"] | None, block: int
+) -> Float[Array, "b d"]:
+    """The sum of the tokens that count, block by block: no masked copy of all of `x`."""
+    tokens = x.shape[1]
+    size = min(block, tokens)
+
+    def step(i: Any, total: jax.Array) -> jax.Array:
+        start = i * size
+        at = jnp.minimum(start, tokens - size)
+        valid = (at + lax.iota(jnp.int32, size) >= start)[None]
+        if mask is not None:
+            valid &= lax.dynamic_slice_in_dim(mask, at, size, axis=1)
+        part = lax.dynamic_slice_in_dim(x, at, size, axis=1)
+        return total + jnp.where(valid[..., None], part, 0).sum(1, dtype=total.dtype)
+
+    total = carry.zeros((x.shape[0], x.shape[2]), _wide(x), x, mask)
+    return lax.fori_loop(0, -(-tokens // size), step, total)
+
+
+def _places(cu_seqlens: Int[Array, "*b c"], tokens: int) -> Int[Array, "*b s"]:
+    """0 for a token before the first sequence, then 1 for the first sequence, and so on."""
+    index = lax.iota(cu_seqlens.dtype, tokens)
+    find = jnp.vectorize(
+        lambda ends: jnp.searchsorted(ends, index, side="right"), signature="(c)->(s)"
+    )
+    return find(cu_seqlens).astype(jnp.int32)
+
+
+def _sum_sequences(
+    x: Float[Array, "*b s d"], cu_seqlens: Int[Array, "*a c"], block: int
+) -> Float[Array, "*lead q d"]:
+    """The sums of packed sequences: of the parts of each that lie in one block, then of those."""
+    lead = jnp.broadcast_shapes(x.shape[:-2], cu_seqlens.shape[:-1])
+    tokens, columns = x.shape[-2:]
+    places = jnp.broadcast_to(_places(cu_seqlens, tokens), (*lead, tokens)).reshape(-1, tokens)
+    each = cu_seqlens.shape[-1] + 1
+    rows = places.shape[0]
+    sequence = (places + each * lax.iota(jnp.int32, rows)[:, None]).reshape(-1)
+    # Sequence and block never go back, so their sum tells apart every pair of them that occurs.
+    pair = sequence + lax.iota(jnp.int32, rows * tokens) // block
+    pairs = rows * each + rows * tokens // block
+    flat = jnp.broadcast_to(x, (*lead, tokens, columns)).reshape(-1, columns)
+    parts = jax.ops.segment_sum(flat.astype(_wide(x)), pair, pairs, indices_are_sorted=True)
+    owner = jnp.zeros(pairs, jnp.int32).at[pair].set(sequence)
+    sums = jax.ops.segment_sum(parts, owner, rows * each)
+    return sums.reshape(*lead, each, columns)[..., 1:-1, :]
+
+
+def _given_to_tokens(
+    share: Float[Array, "*b q d"], places: Int[Array, "*a s"]
+) -> Float[Array, "*lead s d"]:
+    """For each token the row of its sequence; tokens of none look at zeros on either side."""
+    table = jnp.pad(share, ((0, 0),) * (share.ndim - 2) + ((1, 1), (0, 0)))
+    look_up = jnp.vectorize(
+        lambda table, places: table.at[places].get(mode="promise_in_bounds"),
+        signature="(q,d),(s)->(s,d)",
+    )
+    return look_up(table, places)
+
+
+def _heuristic(inputs: Inputs, spec: Spec, device: Device) -> MeanPoolingConfig:
+    return MeanPoolingConfig(block_size=128, platform="xla")
+
+
+def _candidates(inputs: Inputs, spec: Spec, device: Device) -> list[MeanPoolingConfig]:
+    return [MeanPoolingConfig(block_size=size, platform="xla") for size in (64, 128, 256)]
+
+
+IMPLEMENTATION = Implementation(
+    forward=Pass(run=forward, heuristic=_heuristic, candidates=_candidates),
+    backward=Pass(run=backward, heuristic=_heuristic),
+)

@@ -1,0 +1,277 @@
+"""The call: what it takes, what it means, how it becomes `Inputs` and `Spec`."""
+
+import operator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.typing import ArrayLike
+
+from ejkernel.kernels.common.arguments import (
+    as_array,
+    check_attention_shapes,
+    cumulative_lengths,
+    known_values,
+)
+from ejkernel.kernels.common.attention import scale_of_logits
+from ejkernel.kernels.native_sparse_attention import OP
+from ejkernel.kernels.native_sparse_attention.config import NativeSparseAttentionConfig
+from ejkernel.kernels.native_sparse_attention.inputs import Inputs, Spec
+from ejkernel.kernels.native_sparse_attention.selection import select_blocks
+from ejkernel.ops import executor
+from ejkernel.ops.executor import Request
+from ejkernel.ops.module import Module
+
+_NAME = OP.name
+
+
+def native_sparse_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    g_cmp: ArrayLike | None = None,
+    g_slc: ArrayLike | None = None,
+    g_swa: ArrayLike | None = None,
+    block_indices: ArrayLike | None = None,
+    block_counts: int | ArrayLike = 16,
+    cu_seqlens: ArrayLike | None = None,
+    *,
+    block_size: int = 64,
+    sliding_window: int | None = None,
+    softmax_scale: float | None = None,
+    return_block_indices: bool = False,
+    platform: str | None = None,
+    cfg: NativeSparseAttentionConfig | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: tuple[PartitionSpec | None, ...] | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | None = None,
+) -> Any:
+    """Attention over chosen blocks of keys, beside a compressed view and a window; always causal.
+
+        output = g_slc * selected + g_cmp * compressed + g_swa * windowed
+
+    Each branch is softmax attention of a token `t` over its sequence up to `t` itself: `selected`
+    over the keys of its blocks, `compressed` over the mean key (and value) of each block that is
+    complete by `t`, `windowed` over the newest keys. A branch in which a token sees nothing gives
+    exactly 0. Query head `i` uses key head `i // (heads // kv_heads)`.
+
+    Args:
+        query: `[batch, length, heads, head_dim]`; with `cu_seqlens` every array may come without
+            the batch.
+        key: `[batch, length, kv_heads, head_dim]`; `heads` is a multiple of `kv_heads`.
+        value: `[batch, length, kv_heads, value_dim]`.
+        g_cmp: gate of the compressed branch, `[batch, length, heads]`; without it there is none.
+        g_slc: gate of the selected branch; by default 1.
+        g_swa: gate of the window branch, by default 1; it needs `sliding_window`.
+        block_indices: the blocks of each token, `[batch, length, kv_heads, n]`, or `[batch, length,
+            n]` for all heads; or one list for each `block_size` tokens, `[batch, lists, kv_heads,
+            n]` or `[batch, kv_heads, lists, n]`. A shape that fits several is read as the first of
+            them. Block `i` is the keys `i * block_size` up to the next, from the start of the
+            token's sequence. Blocks named twice count once; -1 and whatever else is no block of the
+            sequence counts for nothing. By default the blocks that the compressed branch weighs
+            most.
+        block_counts: how many entries of each list count, an int or an array shaped as
+            `block_indices` without its last axis; more than there are means all. Without
+            `block_indices`: how many blocks to choose.
+        cu_seqlens: `[0, l1, l1 + l2, ...]`, sequences packed into one row.
+        block_size: keys in a block.
+        sliding_window: the window branch sees this many of the newest keys, the token's own
+            included; without it there is no window branch.
+        softmax_scale: by default `head_dim ** -0.5`.
+        return_block_indices: also return the blocks, for another call.
+        platform: "xla", "pallas", "triton", "cuda", or None for the best that can serve the call.
+        cfg: tiles and launch parameters; by default chosen for the call.
+        mesh: run under `shard_map` over this mesh.
+        in_specs: with `mesh`, the specs of query, key and value, and of gates if they are to be
+            checked; the others follow from them.
+        out_specs: the spec of the output; it follows from `in_specs`.
+
+    Returns:
+        The output `[batch, length, heads, value_dim]` in the dtype of the query. With
+        `return_block_indices` a pair of it and the blocks that counted, `[batch, length, kv_heads,
+        n]`, -1 where there is none. Blocks chosen here are the token's own, then those complete by
+        it by falling softmax weight summed over the query heads of a key head, of equal ones the
+        earlier first. No gradient flows through the choice.
+
+    Raises:
+        ValueError: the arguments do not fit each other.
+        UnsupportedError: the platform that was asked for cannot serve the call.
+
+    >>> import jax.numpy as jnp
+    >>> from ejkernel.modules import native_sparse_attention
+    >>> x = jnp.ones((1, 256, 2, 8))
+    >>> blocks = jnp.array([0, 3]) * jnp.ones((1, 256, 2, 1), int)
+    >>> native_sparse_attention(x, x, x, block_indices=blocks).shape
+    (1, 256, 2, 8)
+    """
+    packed_rank = cu_seqlens is not None and np.ndim(query) == 3
+    query, key, value = (
+        _batched(as_array(_NAME, name, x), packed_rank)
+        for name, x in (("query", query), ("key", key), ("value", value))
+    )
+    check_attention_shapes(_NAME, query, key, value)
+    if key.shape[1] != query.shape[1]:
+        raise ValueError(
+            f"{_NAME}: query and key must have one length, got {query.shape[1]} and {key.shape[1]}."
+        )
+    spec = _spec(query.shape[3], block_size, sliding_window, softmax_scale, cfg)
+    gates = {
+        name: _gate(name, gate, query, packed_rank)
+        for name, gate in (("g_cmp", g_cmp), ("g_slc", g_slc), ("g_swa", g_swa))
+    }
+    if g_swa is not None and sliding_window is None:
+        raise ValueError(f"{_NAME}: g_swa needs sliding_window.")
+    cu_seqlens = _cumulative(cu_seqlens, query)
+    lists = _Lists(query.shape[0], query.shape[1], key.shape[2], spec.block_size)
+    if block_indices is None:
+        count = min(_count(block_counts), lists.blocks)
+        chosen = select_blocks(query, key, cu_seqlens, spec, count)
+    else:
+        indices = _batched(as_array(_NAME, "block_indices", block_indices), packed_rank)
+        chosen = _counted(lists.indices(indices), block_counts, lists, packed_rank)
+    if 0 in (*query.shape, value.shape[3]):
+        out = jnp.zeros((*query.shape[:3], value.shape[3]), query.dtype)
+    else:
+        inputs = Inputs(query, key, value, chosen, **gates, cu_seqlens=cu_seqlens)
+        request = Request(platform, cfg, mesh, _tuple(in_specs), _tuple(out_specs))
+        out = executor.run(OP, inputs, spec, request).out
+    if packed_rank:
+        out, chosen = out[0], chosen[0]
+    return (out, chosen) if return_block_indices else out
+
+
+class _Lists(NamedTuple):
+    """What lists of blocks may look like: for each token, or for each `block_size` of them."""
+
+    batch: int
+    length: int
+    kv_heads: int
+    block_size: int
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.length // self.block_size)
+
+    def indices(self, x: jax.Array) -> jax.Array:
+        """Lists in any of their shapes as int32 [b, t, k, n]."""
+        if x.ndim < 3 or not jnp.issubdtype(x.dtype, jnp.integer):
+            raise self._refuse("block_indices", x, ", n")
+        x = self._per_token("block_indices", x, ", n")
+        x = x.astype(jnp.promote_types(x.dtype, jnp.int32))
+        return jnp.where((x >= 0) & (x < self.blocks), x, -1).astype(jnp.int32)
+
+    def counts(self, x: jax.Array) -> jax.Array:
+        """Counts in any of their shapes as [b, t, k]."""
+        if not jnp.issubdtype(x.dtype, jnp.integer):
+            raise self._refuse("block_counts", x, "")
+        return self._per_token("block_counts", x[..., None], "")[..., 0]
+
+    def _per_token(self, name: str, x: jax.Array, last: str) -> jax.Array:
+        b, t, k, blocks = self.batch, self.length, self.kv_heads, self.blocks
+        shape = x.shape[:-1]
+        if shape == (b, t):
+            x = x[:, :, None]
+        elif shape == (b, k, blocks) and shape not in ((b, t, k), (b, blocks, k)):
+            x = jnp.swapaxes(x, 1, 2)
+        elif shape not in ((b, t, k), (b, blocks, k)):
+            raise self._refuse(name, x[..., 0] if not last else x, last)
+        if x.shape[1] != t:
+            x = jnp.repeat(x, self.block_size, axis=1)[:, :t]
+        return jnp.broadcast_to(x, (b, t, k, x.shape[-1]))
+
+    def _refuse(self, name: str, x: jax.Array, last: str) -> ValueError:
+        b, t, k, blocks = self.batch, self.length, self.kv_heads, self.blocks
+        shapes = ((b, t, k), (b, t), (b, blocks, k), (b, k, blocks))
+        allowed = ", ".join(f"[{', '.join(map(str, shape))}{last}]" for shape in shapes)
+        return ValueError(
+            f"{_NAME}: {name} must be integers of shape {allowed}, got {x.dtype}{list(x.shape)}."
+        )
+
+
+def _counted(indices: jax.Array, counts: Any, lists: _Lists, packed_rank: bool) -> jax.Array:
+    """The lists with only as many entries as count."""
+    if not isinstance(counts, jax.Array) and np.ndim(counts) == 0:
+        return indices[..., : _count(counts)]
+    values, counts = known_values(counts), as_array(_NAME, "block_counts", counts)
+    if values is not None and values.size and values.min() < 0:
+        raise ValueError(f"{_NAME}: block_counts must not be negative, got {values.min()}.")
+    if counts.ndim:
+        counts = lists.counts(_batched(counts, packed_rank))[..., None]
+    return jnp.where(jnp.arange(indices.shape[-1]) < counts, indices, -1)
+
+
+def _count(counts: Any) -> int:
+    known = known_values(counts) if isinstance(counts, jax.Array) else counts
+    try:
+        count = operator.index(known)  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        raise ValueError(
+            f"{_NAME}: block_counts must be an int known at trace time, or, with block_indices, "
+            f"an array of integers; got {counts!r}."
+        ) from None
+    if count < 0:
+        raise ValueError(f"{_NAME}: block_counts must not be negative, got {count}.")
+    return count
+
+
+def _batched(x: jax.Array, packed_rank: bool) -> jax.Array:
+    return x[None] if packed_rank else x
+
+
+def _tuple(specs: Any) -> Any:
+    return tuple(specs) if isinstance(specs, list) else specs
+
+
+def _gate(name: str, gate: Any, query: jax.Array, packed_rank: bool) -> jax.Array | None:
+    if gate is None:
+        return None
+    gate = _batched(as_array(_NAME, name, gate), packed_rank)
+    if gate.shape != query.shape[:3] or not jnp.issubdtype(gate.dtype, jnp.floating):
+        raise ValueError(
+            f"{_NAME}: {name} must be floating point [batch, length, heads] = "
+            f"{list(query.shape[:3])}, got {gate.dtype}{list(gate.shape)}."
+        )
+    return gate
+
+
+def _spec(head_dim: int, block_size: Any, window: Any, scale: Any, cfg: Any) -> Spec:
+    block_size = _positive("block_size", block_size)
+    if isinstance(cfg, NativeSparseAttentionConfig) and cfg.block_size != block_size:
+        raise ValueError(
+            f"{_NAME}: block_size={block_size} and cfg.block_size={cfg.block_size} differ; give "
+            "both."
+        )
+    return Spec(
+        softmax_scale=scale_of_logits(_NAME, scale, head_dim),
+        block_size=block_size,
+        sliding_window=None if window is None else _positive("sliding_window", window),
+    )
+
+
+def _positive(name: str, x: Any) -> int:
+    try:
+        number = operator.index(x)
+    except (TypeError, jax.errors.ConcretizationTypeError):
+        raise ValueError(f"{_NAME}: {name} must be an int, got {x!r}.") from None
+    if number < 1:
+        raise ValueError(f"{_NAME}: {name} must be positive, got {number}.")
+    return number
+
+
+def _cumulative(cum: Any, query: jax.Array) -> jax.Array | None:
+    if cum is None:
+        return None
+    if query.shape[0] != 1:
+        raise ValueError(
+            f"{_NAME}: cu_seqlens describe one packed row, got a batch of {query.shape[0]}."
+        )
+    return cumulative_lengths(_NAME, "cu_seqlens", cum, query.shape[1])
+
+
+class NativeSparseAttention(Module):
+    """Native sparse attention as an object; see `native_sparse_attention`."""
+
+    function = staticmethod(native_sparse_attention)
+    config = NativeSparseAttentionConfig

@@ -1,0 +1,87 @@
+"""Where tokens and blocks stand in a row of packed sequences; a plain row is one sequence."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from ejkernel.kernels.native_sparse_attention.inputs import Inputs, Spec
+
+
+class Tokens(NamedTuple):
+    """Where each token of a row stands; one past the last sequence starts beyond every key."""
+
+    exists: Bool[Array, "t"]
+    sequence: Int[Array, "t"]
+    start: Int[Array, "t"]  # the first token of its sequence
+    position: Int[Array, "t"]  # the token's place in it
+
+
+class Pools(NamedTuple):
+    """The complete blocks of a row, sequence after sequence, and what the tokens see of them."""
+
+    begin: Int[Array, "c"]  # the first token of each
+    first: Int[Array, "t"]  # the first one of the token's sequence
+    seen: Int[Array, "t"]  # how many of its sequence are complete by the token
+    own: Int[Array, "t"]  # the one that the token lies in, -1 if that one is never complete
+
+
+def tokens(length: int, cu_seqlens: jax.Array | None) -> Tokens:
+    """Where the tokens of a row of this length stand."""
+    index = jnp.arange(length, dtype=jnp.int32)
+    cu_seqlens = _bounds(length, cu_seqlens)
+    exists = index < cu_seqlens[-1]
+    sequence = jnp.searchsorted(cu_seqlens, index, side="right").astype(jnp.int32) - 1
+    start = jnp.where(exists, cu_seqlens[sequence], length)
+    return Tokens(exists, sequence, start, jnp.maximum(index - start, 0))
+
+
+def pools(length: int, cu_seqlens: jax.Array | None, block_size: int, at: Tokens) -> Pools:
+    """The complete blocks of a row of this length; `begin` has room for as many as can be."""
+    cu_seqlens = _bounds(length, cu_seqlens)
+    complete = jnp.diff(cu_seqlens) // block_size  # [sequences]
+    last = jnp.cumsum(complete)
+    before = last - complete
+    block = jnp.arange(length // block_size, dtype=jnp.int32)
+    owner = jnp.searchsorted(last, block, side="right").astype(jnp.int32)
+    owner = jnp.minimum(owner, complete.shape[0] - 1)
+    begin = cu_seqlens[owner] + (block - before[owner]) * block_size
+    begin = jnp.clip(begin, 0, length - block_size)  # those past the last are seen by nobody
+
+    sequence = jnp.minimum(at.sequence, complete.shape[0] - 1)
+    first = before[sequence]
+    seen = jnp.where(at.exists, (at.position + 1) // block_size, 0)
+    inside = at.exists & (at.position // block_size < complete[sequence])
+    own = jnp.where(inside, first + at.position // block_size, -1)
+    return Pools(begin, first, seen, own)
+
+
+def clean(inputs: Inputs, at: Tokens) -> Inputs:
+    """The inputs with zeros where a row holds no sequence: whatever is there must not spread."""
+    if inputs.cu_seqlens is None:
+        return inputs
+    floats = {
+        name: zero_outside(getattr(inputs, name), at)
+        for name in ("query", "key", "value", "g_cmp", "g_slc", "g_swa")
+        if getattr(inputs, name) is not None
+    }
+    return inputs._replace(**floats)
+
+
+def zero_outside(x: jax.Array, at: Tokens) -> jax.Array:
+    """[b, t, ...] with zeros for the tokens that belong to no sequence."""
+    return jnp.where(at.exists.reshape(-1, *(1,) * (x.ndim - 2)), x, 0)
+
+
+def pooled(x: jax.Array, blocks: Pools, spec: Spec) -> jax.Array:
+    """The mean of [b, t, k, d] over each complete block, [b, blocks, k, d]."""
+    members = blocks.begin[:, None] + jnp.arange(spec.block_size, dtype=jnp.int32)
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    return x[:, members].astype(dtype).mean(2).astype(x.dtype)
+
+
+def _bounds(length: int, cu_seqlens: jax.Array | None) -> jax.Array:
+    if cu_seqlens is None:
+        return jnp.array([0, length], jnp.int32)
+    return cu_seqlens.astype(jnp.int32)

@@ -1,0 +1,122 @@
+"""Native sparse attention anywhere XLA runs: memory linear in the sequence length."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels.native_sparse_attention import geometry, xla_dense, xla_selected
+from ejkernel.kernels.native_sparse_attention.config import NativeSparseAttentionConfig
+from ejkernel.kernels.native_sparse_attention.geometry import Tokens
+from ejkernel.kernels.native_sparse_attention.inputs import (
+    Inputs,
+    Outputs,
+    Residuals,
+    Spec,
+)
+from ejkernel.kernels.native_sparse_attention.xla_dense import Dense
+from ejkernel.ops.implementation import Implementation, Pass
+from ejkernel.ops.platform import Device
+
+_ROWS_OF_A_TILE = 512
+
+
+def forward(
+    inputs: Inputs, spec: Spec, params: NativeSparseAttentionConfig
+) -> tuple[Outputs, Residuals]:
+    """The gated sum of the branches, and the branches."""
+    at = geometry.tokens(inputs.query.shape[1], inputs.cu_seqlens)
+    inputs = geometry.clean(inputs, at)
+    compressed, windowed = _dense(inputs, at, spec)
+    branches = Residuals(
+        xla_selected.forward(inputs, at, spec, params.block_q),
+        compressed and compressed.forward(spec),
+        windowed and windowed.forward(spec),
+    )
+    dtype = jnp.promote_types(inputs.query.dtype, jnp.float32)
+    parts = [
+        _gated(gate, branch.out.astype(dtype))
+        for gate, branch in zip(_gates(inputs), branches, strict=True)
+        if branch is not None
+    ]
+    return Outputs(sum(parts[1:], parts[0]).astype(inputs.query.dtype)), branches
+
+
+def backward(
+    inputs: Inputs,
+    residuals: Residuals,
+    d_outputs: Outputs,
+    spec: Spec,
+    params: NativeSparseAttentionConfig,
+) -> Inputs:
+    """Gradients, shaped like the inputs."""
+    given = inputs
+    at = geometry.tokens(inputs.query.shape[1], inputs.cu_seqlens)
+    inputs = geometry.clean(inputs, at)
+    dtype = jnp.promote_types(inputs.query.dtype, jnp.float32)
+    d_out = d_outputs.out.astype(dtype)
+    if inputs.cu_seqlens is not None:
+        d_out = geometry.zero_outside(d_out, at)
+    compressed, windowed = _dense(inputs, at, spec)
+    gates = _gates(inputs)
+
+    d_gates, d_arrays = [], []
+    for gate, branch, dense in zip(gates, residuals, (None, compressed, windowed), strict=True):
+        if branch is None:
+            d_gates.append(None if gate is None else jnp.zeros_like(gate))
+            continue
+        d_gates.append(None if gate is None else (d_out * branch.out.astype(dtype)).sum(-1))
+        d_branch = _gated(gate, d_out).astype(inputs.query.dtype)
+        if dense is None:
+            pulled = xla_selected.backward(inputs, at, branch, d_branch, spec, params.block_q)
+        else:
+            pulled = dense.backward(branch, d_branch, spec)
+        d_arrays.append([d.astype(dtype) for d in pulled])
+
+    g_slc, g_cmp, g_swa = d_gates
+    totals = (sum(parts) for parts in zip(*d_arrays, strict=True))
+    gradients = (*totals, None, g_cmp, g_slc, g_swa, None)
+    return Inputs(
+        *(None if d is None else d.astype(x.dtype) for d, x in zip(gradients, given, strict=True))  # pyright: ignore
+    )
+
+
+def _dense(inputs: Inputs, at: Tokens, spec: Spec) -> tuple[Dense | None, Dense | None]:
+    compressed = windowed = None
+    if inputs.g_cmp is not None:
+        compressed = xla_dense.compressed(inputs, at, spec)
+    if spec.sliding_window is not None:
+        windowed = xla_dense.windowed(inputs, at, spec.sliding_window)
+    return compressed, windowed
+
+
+def _gates(inputs: Inputs) -> tuple[jax.Array | None, ...]:
+    """In the order of the branches."""
+    return inputs.g_slc, inputs.g_cmp, inputs.g_swa
+
+
+def _gated(gate: jax.Array | None, x: jax.Array) -> jax.Array:
+    return x if gate is None else gate.astype(x.dtype)[..., None] * x
+
+
+def heuristic(inputs: Inputs, spec: Spec, device: Device) -> NativeSparseAttentionConfig:
+    """Tiles of some hundred rows: few enough for the cache, enough for a matmul."""
+    group = inputs.query.shape[2] // inputs.key.shape[2]
+    return NativeSparseAttentionConfig(
+        block_q=max(16, _ROWS_OF_A_TILE // group), block_size=spec.block_size
+    )
+
+
+def candidates(inputs: Inputs, spec: Spec, device: Device) -> Sequence[NativeSparseAttentionConfig]:
+    """Half and twice the rows."""
+    rows = heuristic(inputs, spec, device).block_q
+    return [
+        NativeSparseAttentionConfig(block_q=size, block_size=spec.block_size)
+        for size in (rows // 2, rows * 2)
+    ]
+
+
+IMPLEMENTATION = Implementation(
+    forward=Pass(run=forward, heuristic=heuristic, candidates=candidates),
+    backward=Pass(run=backward, heuristic=heuristic, candidates=candidates),
+)

@@ -1,0 +1,24 @@
+"""The configuration class of attention over pages."""
+
+import dataclasses
+
+from ejkernel.kernels.ragged_page_attention_v3.config import PagedConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class PageAttentionConfig(PagedConfig):
+    """Splits, blocks and launch parameters; what is left 0 or None is chosen for the call.
+
+    >>> PageAttentionConfig(pages_per_compute_block=8).num_splits
+    0
+    """
+
+    num_splits: int = 0
+    pages_per_compute_block: int | None = None
+    num_warps: int = 4
+    num_stages: int = 1
+
+    @property
+    def pages_per_block(self) -> int | None:
+        """Pages taken at once; None: the implementation's own choice."""
+        return self.pages_per_compute_block

@@ -1,0 +1,30 @@
+"""Attention of ragged sequences, prefilling and decoding together, over a cache of pages."""
+
+from ejkernel.kernels.ragged_page_attention_v3.config import RaggedPageAttentionv3Config
+from ejkernel.kernels.ragged_page_attention_v3.inputs import Outputs, sample
+from ejkernel.ops.implementation import Op, Source
+from ejkernel.ops.platform import Backend, Platform
+
+OP = Op(
+    name="ragged_page_attention_v3",
+    config=RaggedPageAttentionv3Config,
+    outputs=Outputs,
+    reference="ejkernel.kernels.ragged_page_attention_v3.reference",
+    sources=[
+        Source(Platform.XLA, Backend.ANY, "ejkernel.kernels.ragged_page_attention_v3.xla"),
+    ],
+    operands=(
+        "query",
+        "key_pages",
+        "value_pages",
+        "cu_seqlens_q",
+        "cu_seqlens_k",
+        "page_indices",
+        "sinks",
+    ),
+    shardable=frozenset("nk"),
+    bucketed=frozenset("btsjp"),
+    groups={"k": "n"},
+    hint={"t": "; the sequences share one list of queries: split the heads"},
+    sample=sample,
+)

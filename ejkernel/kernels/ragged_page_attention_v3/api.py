@@ -1,0 +1,206 @@
+"""The call: what it takes, what it means, how it becomes `Inputs` and `Spec`."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.typing import ArrayLike
+
+from ejkernel.kernels.common import paged_arguments as arguments
+from ejkernel.kernels.common.arguments import as_array
+from ejkernel.kernels.common.paged_arguments import Cache, Options, Sequences
+from ejkernel.kernels.ragged_page_attention_v3 import OP
+from ejkernel.kernels.ragged_page_attention_v3.config import RaggedPageAttentionv3Config
+from ejkernel.kernels.ragged_page_attention_v3.inputs import APART, COMBINED, Outputs, Spec
+from ejkernel.ops import executor
+from ejkernel.ops.executor import Request
+from ejkernel.ops.implementation import Op
+from ejkernel.ops.module import Module
+
+# Where the axes of a ragged call's arrays stand in those of `Inputs` and `Outputs`.
+RAGGED, RAGGED_LSE = (None, 0, 1, 2), (None, 1, 0)
+
+
+def ragged_page_attention_v3(
+    query: ArrayLike,
+    key_pages: ArrayLike,
+    value_pages: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike,
+    page_indices: ArrayLike,
+    *,
+    softmax_aux: ArrayLike | None = None,
+    softmax_scale: float | None = None,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    kv_layout: str = "NHD",
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
+    return_lse: bool = False,
+    platform: str | None = None,
+    cfg: RaggedPageAttentionv3Config | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: tuple[PartitionSpec | None, ...] | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | None = None,
+) -> Any:
+    """Attention of ragged sequences, prefilling and decoding together, over a cache of pages.
+
+    The queries of a sequence are the last of its tokens: query `i` of `q` sits at position
+    `p = length - q + i` and sees the positions up to `p`, with a window `w` those in `(p - w, p]`.
+    Position `j` lies in slot `j % page_size` of page `page_indices[sequence, j // page_size]`. Over
+    the keys that it sees,
+
+        logits = soft_cap(softmax_scale * query @ (k_scale * key).T)
+        output = exp(logits) / (sum(exp(logits)) + sum(exp(softmax_aux))) @ (v_scale * value)
+
+    with `soft_cap(x) = logits_soft_cap * tanh(x / logits_soft_cap)`. A query that sees nothing, and a
+    row of `query` that belongs to no sequence, gives exactly 0. Slots that no query sees may hold
+    anything. Time and memory follow the lengths, not the sizes of the table and the cache.
+
+    Args:
+        query: `[tokens, heads, head_dim]`, the queries of all sequences one after the other.
+        key_pages: `[pages, page_size, kv_heads, head_dim]`; `heads` is a multiple of `kv_heads`. In
+            float32, bfloat16, float16, float64, int8, float8_e4m3fn or float8_e5m2.
+        value_pages: `[pages, page_size, kv_heads, value_dim]`, in the same dtype.
+        cu_seqlens_q: `[0, q1, q1 + q2, ...]`: how many queries each sequence has.
+        cu_seqlens_k: `[0, l1, l1 + l2, ...]`: how many tokens, those of the queries included.
+        page_indices: `[sequences, pages_per_sequence]`, or the same flat; -1 is no page, and its
+            positions are not seen. Entries past the length are not looked at.
+        softmax_aux: attention sinks, `[sinks]` for all heads or `[heads, sinks]`.
+        softmax_scale: by default `head_dim ** -0.5`.
+        sliding_window: how many tokens a query sees, itself included.
+        logits_soft_cap: bound of the logits.
+        kv_layout: "NHD" as above, "HND" `[pages, kv_heads, page_size, head_dim]`, or "HNPD"
+            `[kv_heads, pages, page_size, head_dim]`.
+        k_scale: what cached keys are multiplied with, a number or `[kv_heads]`; may be traced.
+        v_scale: the same for values.
+        return_lse: also return the log-sum-exp.
+        platform: "xla", "pallas", "triton", "cuda", or None for the best that can serve the call.
+        cfg: blocks and launch parameters; by default chosen for the call.
+        mesh: run under `shard_map` over this mesh; heads can be split.
+        in_specs: with `mesh`, the specs of query, key_pages and value_pages; the others follow.
+        out_specs: the spec of the output; it follows from `in_specs`.
+
+    Returns:
+        The output `[tokens, heads, value_dim]` in the dtype of the query. With `return_lse` a pair of
+        it and the natural logarithm of the sum of exponentials, `[tokens, heads]` in float32: of the
+        visible keys, without the sinks, -inf for a query that sees nothing. Gradients flow through
+        both, to the query, the sinks, the scales and a cache in floating point.
+
+    Raises:
+        ValueError: the arguments do not fit each other.
+        UnsupportedError: the platform that was asked for cannot serve the call.
+
+    >>> import jax.numpy as jnp
+    >>> from ejkernel.modules import ragged_page_attention_v3
+    >>> pages = jnp.ones((8, 16, 2, 32))
+    >>> out = ragged_page_attention_v3(
+    ...     jnp.ones((5, 4, 32)),
+    ...     pages,
+    ...     pages,
+    ...     cu_seqlens_q=jnp.array([0, 4, 5]),
+    ...     cu_seqlens_k=jnp.array([0, 20, 51]),
+    ...     page_indices=jnp.array([[0, 1], [2, 3]]),
+    ... )
+    >>> out.shape
+    (5, 4, 32)
+    """
+    name = OP.name
+    query = as_array(name, "query", query)
+    arguments.check_query(name, query, (3,), "[tokens, heads, head_dim]")
+    arrays = {"key_pages": key_pages, "value_pages": value_pages}
+    cache = arguments.cache(name, query, kv_layout, arrays)
+    sequences = ragged_sequences(name, query, cu_seqlens_q, cu_seqlens_k, page_indices)
+    options = Options(
+        softmax_aux, softmax_scale, sliding_window, logits_soft_cap, kv_layout, k_scale, v_scale
+    )
+    request = Request(
+        platform,
+        cfg,
+        mesh,
+        arguments.rearranged_specs(in_specs, RAGGED),
+        ragged_out_specs(out_specs),
+    )
+    names = ("cu_seqlens_k", "page_indices")
+    outputs = attend(OP, Spec, query[None], cache, sequences, options, request, names)
+    return ragged_results(outputs, return_lse)
+
+
+def ragged_sequences(
+    op: str, query: jax.Array, cu_seqlens_q: Any, cu_seqlens_k: Any, page_indices: Any
+) -> Sequences:
+    """The sequences of a ragged call from its cumulative lengths."""
+    cu_q = arguments.cumulative(op, "cu_seqlens_q", cu_seqlens_q, None, query.shape[0])
+    count = cu_q.shape[0] - 1
+    cu_k = arguments.cumulative(op, "cu_seqlens_k", cu_seqlens_k, count, None)
+    shape = f"[{count}, pages_per_sequence], or the same flat"
+    table = arguments.integers(op, "page_indices", page_indices, shape, (1, 2))
+    if (table.ndim == 2 and table.shape[0] != count) or table.size % max(count, 1):
+        raise ValueError(f"{op}: page_indices must be integers {shape}, got {list(table.shape)}.")
+    table = table.reshape(1, count, table.size // max(count, 1))
+    differences = lambda x: (x[1:] - x[:-1])[None]
+    return Sequences(cu_q[None, :-1], differences(cu_q), differences(cu_k), table)
+
+
+def ragged_out_specs(out_specs: Any) -> Any:
+    """Specs of a ragged output, or of it and its log-sum-exp, for the axes of `Outputs`."""
+    if isinstance(out_specs, PartitionSpec):
+        return arguments.rearranged(out_specs, *RAGGED)
+    return arguments.rearranged_specs(out_specs, RAGGED, RAGGED_LSE)
+
+
+def ragged_results(outputs: Any, return_lse: bool) -> Any:
+    """The output without the axis of rows, and the log-sum-exp [tokens, heads] if asked for."""
+    out = outputs.out.reshape(outputs.out.shape[1:])
+    return (out, outputs.lse[0].T) if return_lse else out
+
+
+def attend(
+    op: Op,
+    spec_type: type[Spec],
+    query: jax.Array,
+    cache: Cache,
+    sequences: Sequences,
+    options: Options,
+    request: Request,
+    names: tuple[str, str],
+) -> Outputs:
+    """Check what the operations over pages have in common, and run the call.
+
+    `names` are what the op calls its lengths and its table of pages.
+    """
+    heads, head_dim = query.shape[2:]
+    spec = spec_type(**arguments.statics(op.name, head_dim, options))
+    arguments.check_sequences(op.name, sequences, cache, spec.sliding_window, names)
+    layouts = COMBINED if cache.values is None else APART
+    inputs = layouts[spec.kv_layout](
+        query,
+        cache.keys,
+        cache.values,
+        *sequences,
+        sinks=arguments.sinks(op.name, options.softmax_aux, heads),
+        k_scale=arguments.scale(op.name, "k_scale", options.k_scale, cache.kv_heads),
+        v_scale=arguments.scale(op.name, "v_scale", options.v_scale, cache.kv_heads),
+    )
+    if 0 in (query.size, cache.keys.size, cache.value_dim, sequences.page_indices.size):
+        return nothing_seen(query, cache)
+    return executor.run(op, inputs, spec, request)
+
+
+def nothing_seen(query: jax.Array, cache: Cache) -> Outputs:
+    """The results of a call without queries, pages or sequences."""
+    b, t, heads, _ = query.shape
+    dtype = jnp.promote_types(query.dtype, np.float32)
+    return Outputs(
+        jnp.zeros((b, t, heads, cache.value_dim), query.dtype),
+        jnp.full((b, heads, t), -jnp.inf, dtype),
+    )
+
+
+class RaggedPageAttentionv3(Module):
+    """Ragged attention over pages as an object; see `ragged_page_attention_v3`."""
+
+    function = staticmethod(ragged_page_attention_v3)
+    config = RaggedPageAttentionv3Config

@@ -1,0 +1,48 @@
+"""The configuration classes of attention over ragged sequences of pages."""
+
+import dataclasses
+
+from ejkernel.ops.config import Config
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedConfig(Config):
+    """What every implementation over pages asks its configuration."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("platform", "backend") or value is None:
+                continue
+            least = 0 if field.default == 0 else 1
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                kind = "a positive int" if least else "0 or a positive int"
+                raise ValueError(
+                    f"{type(self).__name__}: {field.name} must be {kind}, got {value!r}."
+                )
+
+    @property
+    def queries_per_block(self) -> int | None:
+        """Queries of one sequence taken at once; None: the implementation's own choice."""
+        return getattr(self, "num_queries_per_block", None)
+
+    @property
+    def pages_per_block(self) -> int | None:
+        """Pages taken at once; None: the implementation's own choice."""
+        return getattr(self, "num_kv_pages_per_block", None)
+
+
+@dataclasses.dataclass(frozen=True)
+class RaggedPageAttentionv3Config(PagedConfig):
+    """Blocks and launch parameters; what is left None is chosen for the call.
+
+    >>> RaggedPageAttentionv3Config(num_kv_pages_per_block=8).num_queries_per_block is None
+    True
+    """
+
+    num_kv_pages_per_block: int | None = None
+    num_queries_per_block: int | None = None
+    num_warps: int = 4
+    num_stages: int = 1
+    chunk_prefill_size: int | None = None

@@ -1,0 +1,203 @@
+"""How a call over pages is cut: tiles of queries of one sequence, blocks of its pages.
+
+Both loops run as far as the real lengths reach. A sequence that decodes, with one query, is a tile of
+its own; longer ones are cut into tiles of a fixed size. The query heads that share a key head stand
+below each other as rows of one matrix, so keys are never repeated.
+
+    tile of queries  [k, size * group, h]
+    block of keys    [k, block, h]
+    logits           [k, size, group, block]
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.kernels.common.paged import cache_axes, operand_dtype, read_pages
+from ejkernel.kernels.ragged_page_attention_v3.inputs import Inputs, Spec
+
+# Rows of a tile and positions of a block for which both matmuls run well on a CPU; a longer block
+# would make the last one of a short sequence cost more than the others save.
+_ROWS, _POSITIONS = 128, 256
+
+
+class Tile(NamedTuple):
+    """Queries of one sequence: `size` rows from `row` on, of which some may not be its own."""
+
+    sequence: jax.Array
+    row: jax.Array  # where the tile begins among all queries
+    own: jax.Array  # which rows belong to the sequence, [size]
+    positions: jax.Array  # of the rows within the sequence, [size]
+    first: jax.Array  # the position of the first of its own rows
+    last: jax.Array
+
+
+class Block(NamedTuple):
+    """Pages of one sequence."""
+
+    pages: jax.Array  # page ids, [pages]; out of range where there is no page
+    positions: jax.Array  # [block]
+    present: jax.Array  # which positions have a page, [block]
+    used: jax.Array  # which of them any query of the tile sees: the rest may hold anything
+
+
+class Tiles:
+    """The tiles and blocks of one call."""
+
+    def __init__(self, inputs: Inputs, spec: Spec, queries: int | None, pages: int | None):
+        self.inputs, self.spec = inputs, spec
+        combined = inputs.value_pages is None
+        self.axes = cache_axes(spec.kv_layout, combined)
+        self.caches = (inputs.key_pages, inputs.key_pages if combined else inputs.value_pages)
+        size = {letter: inputs.key_pages.shape[i] for i, letter in enumerate(self.axes)}
+        self.cache_pages, self.page_size, self.kv_heads = size["p"], size["c"], size["k"]
+        b, t, heads, self.head_dim = inputs.query.shape
+        self.rows, self.heads = b * t, heads
+        self.group = heads // self.kv_heads
+        self.dtype = jnp.promote_types(inputs.query.dtype, jnp.float32)
+        self.operands = operand_dtype(inputs.query.dtype, inputs.key_pages.dtype)
+
+        table = inputs.page_indices
+        wanted = max(1, _POSITIONS // self.page_size) if pages is None else pages
+        self.pages = min(wanted, table.shape[-1])
+        self.block = self.pages * self.page_size
+        wanted = max(8, _ROWS // self.group) if queries is None else queries
+        self.sizes = (1,) if t == 1 else (1, min(max(wanted, 2), t))
+
+        starts = jnp.asarray(inputs.query_starts) + t * jnp.arange(b, dtype=jnp.int32)[:, None]
+        self.starts = starts.reshape(-1)
+        self.lengths = jnp.clip(inputs.query_lens, 0, t).reshape(-1)
+        self.kv_lengths = jnp.minimum(inputs.kv_lens, table.shape[-1] * self.page_size).reshape(-1)
+        missing = -table.shape[-1] % self.pages
+        table = jnp.asarray(table).reshape(-1, table.shape[-1])
+        self.table = jnp.pad(table, ((0, 0), (0, missing)), constant_values=-1)
+        # Carries an axis over which any input varies inside shard_map; holds no data.
+        self._anchor = sum(
+            lax.full_like(x, 0, shape=(), dtype=jnp.int32) for x in jax.tree.leaves(inputs)
+        )
+
+    def full(self, shape: tuple[int, ...], value: Any, dtype: Any = None) -> jax.Array:
+        """A constant that may be carried by the loops."""
+        return lax.full_like(self._anchor, value, shape=shape, dtype=dtype or self.dtype)
+
+    def over_tiles(self, body: Callable[[Tile, int, Any], Any], carry: Any) -> Any:
+        """`carry = body(tile, size, carry)` for every tile that may see something."""
+        for size in self.sizes:
+            fits = self.lengths == 1 if size == 1 else self.lengths > 1
+            counts = jnp.where(fits & (self.kv_lengths > 0), -(-self.lengths // size), 0)
+            ends = jnp.cumsum(counts, dtype=jnp.int32)
+
+            def step(i: Any, carry: Any, size=size, counts=counts, ends=ends) -> Any:
+                sequence = jnp.sum(ends <= i, dtype=jnp.int32)
+                number = i - ends[sequence] + counts[sequence]
+                return body(self._tile(sequence, number * size, size), size, carry)
+
+            carry = lax.fori_loop(jnp.int32(0), ends[-1], step, carry)
+        return carry
+
+    def _tile(self, sequence: jax.Array, skipped: jax.Array, size: int) -> Tile:
+        length, kv_length = self.lengths[sequence], self.kv_lengths[sequence]
+        begin = self.starts[sequence] + skipped
+        # The last tile of all may reach past the last row: it begins earlier instead.
+        row = jnp.clip(begin, 0, self.rows - size)
+        number = skipped + row - begin + jnp.arange(size, dtype=jnp.int32)
+        own = (number >= skipped) & (number < length)
+        last = jnp.minimum(skipped + size, length) - 1
+        offset = kv_length - length
+        return Tile(sequence, row, own, offset + number, offset + skipped, offset + last)
+
+    def over_blocks(self, tile: Tile, body: Callable[[Block, Any], Any], carry: Any) -> Any:
+        """`carry = body(block, carry)` for every block that a query of the tile may see."""
+        end = (tile.last + self.block) // self.block
+        begin = jnp.int32(0)
+        if self.spec.sliding_window is not None:
+            begin = jnp.maximum(tile.first - self.spec.sliding_window + 1, 0) // self.block
+        step = lambda i, carry: body(self._block(tile, i), carry)
+        return lax.fori_loop(begin, end, step, carry)
+
+    def _block(self, tile: Tile, index: jax.Array) -> Block:
+        start = (tile.sequence, index * self.pages)
+        pages = lax.dynamic_slice(self.table, start, (1, self.pages))[0]
+        there = (pages >= 0) & (pages < self.cache_pages)
+        positions = index * self.block + jnp.arange(self.block, dtype=jnp.int32)
+        present = jnp.repeat(there, self.page_size)
+        used = present & (positions <= tile.last)
+        if self.spec.sliding_window is not None:
+            used &= positions > tile.first - self.spec.sliding_window
+        return Block(jnp.where(there, pages, self.cache_pages), positions, present, used)
+
+    def rows_of(self, x: jax.Array, tile: Tile, size: int) -> jax.Array:
+        """The tile's rows of `x` [rows, n, d], as [k, size * group, d]."""
+        start = (tile.row, jnp.int32(0), jnp.int32(0))
+        x = lax.dynamic_slice(x, start, (size, *x.shape[1:]))
+        x = x.reshape(size, self.kv_heads, self.group, -1).transpose(1, 0, 2, 3)
+        return x.reshape(self.kv_heads, size * self.group, -1)
+
+    def own_rows_of(self, x: jax.Array, tile: Tile, size: int) -> jax.Array:
+        """`rows_of`, with 0 in the rows of other sequences, which may hold anything."""
+        x = self.rows_of(x, tile, size)
+        return x if size == 1 else jnp.where(self._own(tile, size), x, 0)
+
+    def put_rows(self, x: jax.Array, tile: Tile, size: int, rows: jax.Array) -> jax.Array:
+        """`x` [rows, n, d] with the tile's own rows from `rows` [k, size * group, d]."""
+        rows = rows.reshape(self.kv_heads, size, self.group, -1).transpose(1, 0, 2, 3)
+        rows = rows.reshape(size, self.heads, -1).astype(x.dtype)
+        start = (tile.row, jnp.int32(0), jnp.int32(0))
+        if size > 1:
+            kept = lax.dynamic_slice(x, start, rows.shape)
+            rows = jnp.where(tile.own[:, None, None], rows, kept)
+        return lax.dynamic_update_slice(x, rows, start)
+
+    def _own(self, tile: Tile, size: int) -> jax.Array:
+        return jnp.repeat(tile.own, self.group, total_repeat_length=size * self.group)[:, None]
+
+    def keys(self, block: Block) -> jax.Array:
+        """The keys of a block, [k, block, h]; where no query looks they may be anything."""
+        return self._read(0, block).astype(self.operands)
+
+    def used_keys(self, block: Block) -> jax.Array:
+        """The keys of a block, 0 where no query looks."""
+        return self._read(0, block, zero=True).astype(self.operands)
+
+    def used_values(self, block: Block) -> jax.Array:
+        """The values of a block, 0 where no query looks: a weight of 0 does not undo a NaN."""
+        return self._read(1, block, zero=True).astype(self.operands)
+
+    def _read(self, part: int, block: Block, zero: bool = False) -> jax.Array:
+        ids = jnp.minimum(block.pages, self.cache_pages - 1)
+        x = read_pages(self.caches[part], ids, self.axes, part)
+        if zero:
+            x = jnp.where(block.used[:, None], x, jnp.zeros((), x.dtype))
+        # A matmul that takes the pages in the order of the cache is many times slower on a CPU.
+        return lax.optimization_barrier(x)
+
+    def logits(self, products: jax.Array, size: int) -> jax.Array:
+        """Scaled and capped logits [k, size, group, block] from products of queries and keys."""
+        products = products.reshape(self.kv_heads, size, self.group, -1)
+        logits = products * self.factor()[:, None, None, None]
+        if self.spec.logits_soft_cap is not None:
+            logits = self.spec.logits_soft_cap * jnp.tanh(logits / self.spec.logits_soft_cap)
+        return logits
+
+    def factor(self) -> jax.Array:
+        """What each key head's products are multiplied with, [k] or [1]."""
+        if self.inputs.k_scale is None:
+            return jnp.full((1,), self.spec.softmax_scale, self.dtype)
+        return self.inputs.k_scale.astype(self.dtype) * self.spec.softmax_scale
+
+    def visible(self, tile: Tile, block: Block) -> jax.Array:
+        """Which logits count, [size, 1, block]."""
+        own, position = tile.positions[:, None], block.positions
+        visible = (position <= own) & block.present & tile.own[:, None]
+        if self.spec.sliding_window is not None:
+            visible &= position > own - self.spec.sliding_window
+        return visible[:, None]
+
+
+def matmul(equation: str, left: jax.Array, right: jax.Array, dtype: Any) -> jax.Array:
+    """`einsum` accumulated in `dtype`, exact where the user has not asked for less."""
+    precision = lax.Precision.HIGHEST if jax.config.jax_default_matmul_precision is None else None
+    return jnp.einsum(equation, left, right, precision=precision, preferred_element_type=dtype)

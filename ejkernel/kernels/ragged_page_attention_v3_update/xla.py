@@ -1,0 +1,127 @@
+"""Writes the new tokens where the cache lies, then attends over it; in place if it was donated."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ejkernel.kernels.common.paged import cache_axes, read_tokens, stored, write_tokens
+from ejkernel.kernels.ragged_page_attention_v3 import inputs as reading
+from ejkernel.kernels.ragged_page_attention_v3.xla import IMPLEMENTATION as READING
+from ejkernel.kernels.ragged_page_attention_v3_update.inputs import (
+    LAYOUTS,
+    Inputs,
+    Outputs,
+    Spec,
+    reading_inputs,
+)
+from ejkernel.ops.implementation import Implementation, Pass
+
+
+class Residuals(NamedTuple):
+    """What the backward pass needs beside the inputs: it writes the cache once more by itself."""
+
+    out: Float[Array, "b t n v"]
+    lse: Float[Array, "b n t"]
+
+
+class _Place(NamedTuple):
+    """Where each new token goes, [tokens]; a page out of range for a token that goes nowhere."""
+
+    page: jax.Array
+    slot: jax.Array
+
+
+def forward(inputs: Inputs, spec: Spec, params: Any) -> tuple[Outputs, Residuals]:
+    """Outputs, and the residuals among them."""
+    pages = _written(inputs, spec)
+    results, _ = READING.forward.run(reading_inputs(inputs, spec, *pages), spec, params)
+    _, outputs = LAYOUTS[spec.kv_layout]
+    return outputs(*results, *pages), Residuals(*results)
+
+
+def backward(
+    inputs: Inputs, residuals: Residuals, d_outputs: Outputs, spec: Spec, params: Any
+) -> Inputs:
+    """Gradients, shaped like the inputs; what goes through an integer cache has none."""
+    call = reading_inputs(inputs, spec, *_written(inputs, spec))
+    saved, along = reading.Outputs(*residuals), reading.Outputs(d_outputs.out, d_outputs.lse)
+    gradients = READING.backward.run(call, saved, along, spec, params)
+    d_inputs = inputs._replace(
+        **{name: getattr(gradients, name) for name in gradients._fields}, key=None, value=None
+    )
+    if not jnp.issubdtype(inputs.key_pages.dtype, jnp.inexact):
+        return d_inputs
+    place, axes = _places(inputs, spec), cache_axes(spec.kv_layout)
+    for tokens, cache, scale in (
+        ("key", "key_pages", "k_scale"),
+        ("value", "value_pages", "v_scale"),
+    ):
+        given = getattr(inputs, scale)
+        d_cache = getattr(gradients, cache) + getattr(d_outputs, cache)
+        new, pull_back = jax.vjp(
+            lambda x, s, cache=cache: stored(x, s, getattr(inputs, cache).dtype),
+            _flat(getattr(inputs, tokens)),
+            given,
+        )
+        d_new = read_tokens(d_cache, *place, axes)
+        d_tokens, d_scale = pull_back(d_new)
+        # The token that stood there before has no part in the result.
+        d_cache = write_tokens(d_cache, *place, jnp.zeros_like(d_new), axes)
+        changes = {tokens: d_tokens.reshape(getattr(inputs, tokens).shape), cache: d_cache}
+        if given is not None:
+            changes[scale] = getattr(d_inputs, scale) + d_scale
+        d_inputs = d_inputs._replace(**changes)
+    return d_inputs
+
+
+def _written(inputs: Inputs, spec: Spec) -> tuple[jax.Array, jax.Array]:
+    place, axes = _places(inputs, spec), cache_axes(spec.kv_layout)
+    write = lambda cache, new, scale: write_tokens(
+        cache, *place, stored(_flat(new), scale, cache.dtype), axes
+    )
+    return (
+        write(inputs.key_pages, inputs.key, inputs.k_scale),
+        write(inputs.value_pages, inputs.value, inputs.v_scale),
+    )
+
+
+def _places(inputs: Inputs, spec: Spec) -> _Place:
+    """The page and slot of every token."""
+    axes = cache_axes(spec.kv_layout)
+    pages, size = (inputs.key_pages.shape[axes.index(letter)] for letter in "pc")
+    starts, lens, kv_lens, table = (
+        jnp.asarray(x)
+        for x in (inputs.query_starts, inputs.query_lens, inputs.kv_lens, inputs.page_indices)
+    )
+    row = jnp.arange(inputs.query.shape[1], dtype=jnp.int32)
+
+    def places(starts: jax.Array, lens: jax.Array, kv_lens: jax.Array, table: jax.Array) -> tuple:
+        # The first sequence that ends behind the token; empty ones end where they begin.
+        sequence = jnp.searchsorted(starts + lens, row, side="right")
+        sequence = jnp.minimum(sequence, starts.shape[0] - 1).astype(jnp.int32)
+        number = row - starts[sequence]
+        position = kv_lens[sequence] - lens[sequence] + number
+        there = (number >= 0) & (number < lens[sequence]) & (position >= 0)
+        there &= position < table.shape[-1] * size
+        page = table[sequence, jnp.clip(position // size, 0, table.shape[-1] - 1)]
+        there &= (page >= 0) & (page < pages)
+        return jnp.where(there, page, pages), jnp.where(there, position % size, 0)
+
+    page, slot = jax.vmap(places)(starts, lens, kv_lens, table)
+    return _Place(page.reshape(-1), slot.reshape(-1))
+
+
+def _flat(x: jax.Array) -> jax.Array:
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _heuristic(inputs: Inputs, spec: Spec, device: Any) -> Any:
+    return spec.config()
+
+
+IMPLEMENTATION = Implementation(
+    forward=Pass(run=forward, heuristic=_heuristic),
+    backward=Pass(run=backward, heuristic=_heuristic),
+)

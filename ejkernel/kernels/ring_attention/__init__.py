@@ -1,0 +1,21 @@
+"""Attention over sequences that are spread over the devices of a ring."""
+
+from ejkernel.kernels.ring_attention.config import RingAttentionConfig
+from ejkernel.kernels.ring_attention.inputs import Outputs
+from ejkernel.ops.implementation import Op, Source
+from ejkernel.ops.platform import Backend, Platform
+
+OP = Op(
+    name="ring_attention",
+    config=RingAttentionConfig,
+    outputs=Outputs,
+    reference="ejkernel.kernels.ring_attention.reference",
+    sources=[
+        Source(Platform.XLA, Backend.ANY, "ejkernel.kernels.ring_attention.xla"),
+    ],
+    operands=("query", "key", "value", "bias", "sinks"),
+    shardable=frozenset("bnkts"),
+    bucketed=frozenset("bts"),
+    groups={"k": "n"},
+    whole=frozenset({"mask"}),
+)

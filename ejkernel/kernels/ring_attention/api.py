@@ -1,0 +1,212 @@
+"""The call: what it takes, where its ring comes from, how it becomes `Inputs` and `Spec`."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.typing import ArrayLike
+
+from ejkernel.kernels.common.arguments import as_array, check_attention_shapes
+from ejkernel.kernels.common.attention import (
+    bias_of_rank_four,
+    bound_of_logits,
+    scale_of_logits,
+    sinks_per_head,
+)
+from ejkernel.kernels.common.masking import Extent, attention_rule, chunk_rule
+from ejkernel.kernels.ring_attention import OP
+from ejkernel.kernels.ring_attention.config import RingAttentionConfig
+from ejkernel.kernels.ring_attention.inputs import Inputs, Spec
+from ejkernel.ops import executor
+from ejkernel.ops.executor import Request
+from ejkernel.ops.meshes import bound_axis_size, surrounding_mesh
+from ejkernel.ops.module import Module
+from ejkernel.types.mask import MaskInfo
+from ejkernel.types.rules import And, Everything, Segments, TokenTypes
+
+
+def ring_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    softmax_aux: ArrayLike | None = None,
+    *,
+    axis_name: str | None = None,
+    mask_info: MaskInfo | None = None,
+    attention_mask: ArrayLike | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    causal_offset: int | ArrayLike = 0,
+    sliding_window: int | tuple[int, int] | None = None,
+    chunk_size: int | None = None,
+    logits_soft_cap: float | None = None,
+    platform: str | None = None,
+    cfg: RingAttentionConfig | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: tuple[PartitionSpec | None, ...] | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | None = None,
+) -> Any:
+    """Exact attention over sequences that are split over the devices of a mesh axis.
+
+    The result is that of `flash_attention` on the whole sequences. Keys and values go round the
+    ring, each device attends to those that are with it, and the parts are merged in float32; no
+    device ever holds more than its share of the sequence.
+
+    Called in a `shard_map` over `axis_name`, arrays are this device's share: device `i` holds
+    positions `[i * length, (i + 1) * length)`. Elsewhere they are whole, and are split over the
+    axis of `mesh=`, of `jax.set_mesh`, or of a surrounding `with mesh:`. Without a mesh or an
+    `axis_name` the ring has one device.
+
+    Args:
+        query: `[batch, queries, heads, head_dim]`.
+        key: `[batch, keys, kv_heads, head_dim]`; `heads` is a multiple of `kv_heads`.
+        value: `[batch, keys, kv_heads, value_dim]`.
+        bias: broadcastable to `[batch, heads, queries, keys]`; in a `shard_map`, this device's
+            queries by all keys.
+        softmax_aux: attention sinks, `[sinks]` for all heads or `[heads, sinks]`.
+        axis_name: the mesh axis of the ring.
+        mask_info: a `MaskInfo` of the whole sequences; in a `shard_map` segment ids of this
+            device's share will also do.
+        attention_mask: True where a key may be seen, of the whole sequences: `[batch, keys]`,
+            `[batch, queries, keys]` or `[batch, heads, queries, keys]`.
+        softmax_scale: by default `head_dim ** -0.5`.
+        causal: query `q` sees keys `k <= q + causal_offset`, positions counted over the ring.
+        causal_offset: a number, or one per batch row.
+        sliding_window: `w` or `(left, right)`: `-left <= k - q <= right`.
+        chunk_size: query and key must lie in the same chunk of this many positions, and the key
+            not after the query.
+        logits_soft_cap: bound of the logits.
+        platform: "xla", "pallas", or None for the best that can serve the call.
+        cfg: blocks of a hop's attention; by default chosen for the call.
+        mesh: the mesh whose axis is the ring.
+        in_specs: with a mesh, the specs of query, key and value; by default only the sequence is
+            split, over `axis_name`.
+        out_specs: the spec of the output; it follows from `in_specs`.
+
+    Returns:
+        The output `[batch, queries, heads, value_dim]` in the dtype of the query.
+
+    Raises:
+        ValueError: the arguments do not fit each other or the mesh.
+        UnsupportedError: the platform that was asked for cannot serve the call.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from ejkernel.modules import ring_attention
+    >>> x = jnp.ones((1, 128, 4, 32))
+    >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("sp",))
+    >>> ring_attention(x, x, x, axis_name="sp", causal=True, mesh=mesh).shape
+    (1, 128, 4, 32)
+    """
+    name = OP.name
+    query, key, value = (
+        as_array(name, "query", query),
+        as_array(name, "key", key),
+        as_array(name, "value", value),
+    )
+    check_attention_shapes(name, query, key, value)
+    shards = _bound(axis_name, mesh)
+    whole = Extent(query.shape[0], query.shape[2], query.shape[1] * shards, key.shape[1] * shards)
+    rule = attention_rule(
+        name,
+        whole,
+        mask_info=_whole_mask(mask_info, whole, shards, axis_name),
+        attention_mask=attention_mask,
+        causal=causal,
+        causal_offset=causal_offset,
+        sliding_window=sliding_window,
+    )
+    ours = whole._replace(queries=query.shape[1])
+    inputs = Inputs(
+        query,
+        key,
+        value,
+        bias=bias_of_rank_four(name, bias, ours),
+        sinks=sinks_per_head(name, softmax_aux, ours.heads),
+        mask=rule & chunk_rule(name, chunk_size),
+    )
+    if 0 in (*whole, value.shape[3]):
+        return jnp.zeros((*query.shape[:3], value.shape[3]), query.dtype)
+    mesh, in_specs = _mesh(axis_name, mesh, in_specs, shards, whole)
+    in_a_ring = mesh is not None or (axis_name and bound_axis_size(axis_name) is not None)
+    spec = Spec(
+        softmax_scale=scale_of_logits(name, softmax_scale, query.shape[3]),
+        logits_soft_cap=bound_of_logits(name, logits_soft_cap),
+        axis_name=axis_name if in_a_ring else None,
+    )
+    out, _ = executor.run(OP, inputs, spec, Request(platform, cfg, mesh, in_specs, out_specs))
+    return out
+
+
+def _bound(axis_name: Any, mesh: Any) -> int:
+    """How many shares the arrays stand for: the ring's size inside a `shard_map`, else 1."""
+    if axis_name is None:
+        return 1
+    if not isinstance(axis_name, str):
+        raise ValueError(f"ring_attention: axis_name must be a string, got {axis_name!r}.")
+    size = bound_axis_size(axis_name)
+    if size is not None and mesh is not None:
+        raise ValueError(
+            f"ring_attention: the axis {axis_name!r} is already mapped here; leave mesh= out."
+        )
+    return size or 1
+
+
+def _mesh(axis_name: Any, mesh: Any, in_specs: Any, shards: int, whole: Extent) -> tuple[Any, Any]:
+    """The mesh to split over, if any, and the specs to split by."""
+    if axis_name is None:
+        if mesh is not None or in_specs is not None:
+            raise ValueError("ring_attention: mesh= and in_specs= need axis_name=.")
+        return None, None
+    if bound_axis_size(axis_name) is not None:
+        return None, None
+    mesh = mesh or surrounding_mesh()
+    if mesh is None:
+        if in_specs is not None:
+            raise ValueError("ring_attention: in_specs= needs mesh=.")
+        return None, None
+    if axis_name not in mesh.axis_names:
+        raise ValueError(
+            f"ring_attention: axis_name {axis_name!r} is not an axis of the mesh, which has "
+            f"{', '.join(map(str, mesh.axis_names))}."
+        )
+    size = mesh.shape[axis_name]
+    if whole.queries % size or whole.keys % size:
+        raise ValueError(
+            f"ring_attention: {whole.queries} queries and {whole.keys} keys do not divide over the "
+            f"{size} devices of {axis_name!r}."
+        )
+    if in_specs is None:
+        return mesh, (PartitionSpec(None, axis_name),) * 3
+    for spec in in_specs[:3]:
+        if tuple(spec or ())[1:2] != (axis_name,):
+            raise ValueError(
+                f"ring_attention: the sequence axis of query, key and value must be split over "
+                f"{axis_name!r}, got {spec}."
+            )
+    return mesh, tuple(in_specs)
+
+
+def _whole_mask(mask_info: Any, whole: Extent, shards: int, axis_name: Any) -> Any:
+    """A mask of the whole sequences; segment ids of one share are collected from the ring."""
+    if shards == 1 or not isinstance(mask_info, MaskInfo):
+        return mask_info
+    if (mask_info.q_len, mask_info.kv_len) != (whole.queries // shards, whole.keys // shards):
+        return mask_info
+    gather = lambda ids: jax.lax.all_gather(ids, axis_name, axis=ids.ndim - 1, tiled=True)
+    parts = mask_info.rule.rules if isinstance(mask_info.rule, And) else (mask_info.rule,)
+    if not all(isinstance(part, Segments | TokenTypes | Everything) for part in parts):
+        raise ValueError(
+            "ring_attention: a mask_info of one device's share may hold segment ids and token "
+            "types only; say the rest by arguments, or pass a MaskInfo of the whole sequences."
+        )
+    rule = jax.tree.map(gather, mask_info.rule)
+    return MaskInfo(rule, whole.queries, whole.keys)
+
+
+class RingAttention(Module):
+    """Ring attention as an object; see `ring_attention`."""
+
+    function = staticmethod(ring_attention)
+    config = RingAttentionConfig

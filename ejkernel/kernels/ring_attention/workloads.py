@@ -1,0 +1,41 @@
+"""Named calls on one device; what a ring adds is tested where there are several."""
+
+import jax.numpy as jnp
+
+from ejkernel.kernels.ring_attention.config import RingAttentionConfig
+from ejkernel.ops.config import BwdParams, FwdParams
+from ejkernel.ops.workload import Workload, boolean, normal, value
+from ejkernel.types.mask import MaskInfo
+
+_ARRAYS = {
+    "query": normal(2, 48, 4, 16),
+    "key": normal(2, 48, 2, 16),
+    "value": normal(2, 48, 2, 24),
+}
+
+WORKLOADS = (
+    Workload("plain", _ARRAYS),
+    Workload("causal", _ARRAYS | {"causal": True, "causal_offset": 3}),
+    Workload(
+        "window", _ARRAYS | {"causal": True, "sliding_window": (9, 0), "softmax_aux": normal(4, 1)}
+    ).core(),
+    Workload("chunks", _ARRAYS | {"chunk_size": 16, "logits_soft_cap": 2.0}),
+    Workload(
+        "segments",
+        _ARRAYS
+        | {
+            "mask_info": value(
+                lambda: MaskInfo.from_segments(jnp.repeat(jnp.array([[0, 1, -1]]), 16, 1))
+            ),
+            "bias": normal(4, 48, 48),
+            "attention_mask": boolean(2, 48, chance=0.8),
+        },
+    ).core(),
+)
+
+CONFIGS = (
+    RingAttentionConfig(
+        fwd_params=FwdParams(q_blocksize=16, kv_blocksize=8),
+        bwd_params=BwdParams(q_blocksize=8, kv_blocksize=16),
+    ),
+)

@@ -1,0 +1,30 @@
+"""The mesh around a call: JAX's own context, and the older `with mesh:`."""
+
+from typing import Any
+
+import jax
+
+
+def surrounding_mesh() -> Any:
+    """The mesh of `jax.set_mesh`, of a trace, or of `with mesh:`; None without one."""
+    abstract = jax.sharding.get_abstract_mesh()
+    if abstract is not None and not abstract.empty:
+        return abstract
+    legacy = _legacy_mesh()
+    return None if legacy is None or legacy.empty else legacy
+
+
+def bound_axis_size(name: Any) -> int | None:
+    """The size of a mesh axis over which the code is already mapped; None where it is not."""
+    try:
+        return jax.lax.axis_size(name)
+    except NameError:
+        return None
+
+
+def _legacy_mesh() -> Any:
+    # No public name tells of `with mesh:`, and code that uses it must go on working.
+    from jax._src import mesh
+
+    resources = getattr(mesh, "thread_resources", None)
+    return None if resources is None else resources.env.physical_mesh

@@ -1,0 +1,188 @@
+"""A ring of devices computes what one device computes on the whole sequences."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from ejkernel.modules import RingAttentionConfig, flash_attention, ring_attention
+from ejkernel.ops import BwdParams, FwdParams
+from ejkernel.types import MaskInfo
+
+LENGTH = 64
+
+
+def arrays(batch=2, heads=4, kv_heads=2, seed=0):
+    draw = lambda i, *shape: jax.random.normal(jax.random.key(seed + i), shape)
+    return (
+        draw(1, batch, LENGTH, heads, 8),
+        draw(2, batch, LENGTH, kv_heads, 8),
+        draw(3, batch, LENGTH, kv_heads, 12),
+    )
+
+
+def mesh_of(*shape, names=("sp",)):
+    return Mesh(np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape), names)
+
+
+RING = mesh_of(8)
+SMALL = RingAttentionConfig(
+    fwd_params=FwdParams(q_blocksize=4, kv_blocksize=4),
+    bwd_params=BwdParams(q_blocksize=4, kv_blocksize=4),
+)
+IDS = jnp.stack([jnp.repeat(jnp.arange(4), 16), jnp.where(jnp.arange(64) < 50, 0, -1)])
+
+CALLS = {
+    "plain": {},
+    "causal": {"causal": True},
+    "causal_offset": {"causal": True, "causal_offset": jnp.array([5, -9])},
+    "window": {"causal": True, "sliding_window": (13, 0)},
+    "sinks": {"causal": True, "softmax_aux": jnp.ones((4, 2))},
+    "soft_cap": {"logits_soft_cap": 2.0},
+    "bias": {"bias": jax.random.normal(jax.random.key(7), (4, LENGTH, LENGTH))},
+    "bias_row": {"bias": jax.random.normal(jax.random.key(7), (2, 1, LENGTH, 1))},
+    "mask": {
+        "attention_mask": jax.random.bernoulli(jax.random.key(8), 0.6, (2, 4, LENGTH, LENGTH))
+    },
+    "segments": {"mask_info": MaskInfo.from_segments(IDS), "causal": True},
+    "chained": {"mask_info": MaskInfo.from_segments(IDS).apply_causal(3).apply_sliding_window(9)},
+}
+
+
+def close(a, b):
+    np.testing.assert_allclose(a, b, rtol=3e-5, atol=3e-5)
+
+
+def value_and_gradients(function, q, k, v, extra):
+    floats = {n: x for n, x in extra.items() if n in ("bias", "softmax_aux")}
+    rest = {n: x for n, x in extra.items() if n not in floats}
+
+    def loss(q, k, v, floats):
+        out = function(q, k, v, **floats, **rest)
+        return (out * jnp.cos(jnp.arange(out.size)).reshape(out.shape)).sum(), out
+
+    (_, out), gradients = jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True)(
+        q, k, v, floats
+    )
+    return out, gradients
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_value_and_gradients_are_those_of_flash_attention(name):
+    """The causal mask, in particular, holds under differentiation."""
+    q, k, v = arrays()
+    ring = lambda *a, **kw: ring_attention(*a, axis_name="sp", mesh=RING, cfg=SMALL, **kw)
+    got = jax.jit(lambda q, k, v: value_and_gradients(ring, q, k, v, CALLS[name]))(q, k, v)
+    expected = value_and_gradients(flash_attention, q, k, v, CALLS[name])
+    jax.tree.map(close, got, expected)
+
+
+def test_chunks_are_a_mask_and_not_a_tile():
+    q, k, v = arrays()
+    same_chunk = np.arange(LENGTH)[:, None] // 12 == np.arange(LENGTH)[None] // 12
+    expected = flash_attention(q, k, v, causal=True, attention_mask=same_chunk[None])
+    close(ring_attention(q, k, v, chunk_size=12), expected)
+    close(ring_attention(q, k, v, chunk_size=12, axis_name="sp", mesh=RING), expected)
+
+
+def test_batch_and_heads_may_be_split_as_well():
+    mesh = mesh_of(2, 2, 2, names=("dp", "sp", "tp"))
+    spec = P("dp", "sp", "tp", None)
+    q, k, v = arrays(kv_heads=1)
+    got = ring_attention(
+        q, k, v, axis_name="sp", causal=True, softmax_aux=jnp.ones((4, 1)),
+        mesh=mesh, in_specs=(spec,) * 3, out_specs=spec,
+        mask_info=MaskInfo.from_segments(IDS),
+    )  # fmt: skip
+    expected = flash_attention(
+        q, k, v, causal=True, softmax_aux=jnp.ones((4, 1)), mask_info=MaskInfo.from_segments(IDS)
+    )
+    close(got, expected)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_mesh_around_the_call_is_found():
+    q, k, v = arrays()
+    expected = flash_attention(q, k, v, causal=True)
+    with RING:
+        close(ring_attention(q, k, v, axis_name="sp", causal=True), expected)
+        close(jax.jit(lambda q: ring_attention(q, k, v, axis_name="sp", causal=True))(q), expected)
+
+
+def test_set_mesh_is_found():
+    q, k, v = arrays()
+    with jax.set_mesh(RING):
+        got = jax.jit(lambda q, k, v: ring_attention(q, k, v, axis_name="sp", causal=True))(q, k, v)
+    close(got, flash_attention(q, k, v, causal=True))
+
+
+def test_without_a_mesh_one_device_does_it_all():
+    q, k, v = arrays()
+    close(
+        ring_attention(q, k, v, axis_name="sp", causal=True), flash_attention(q, k, v, causal=True)
+    )
+    close(ring_attention(q, k, v), flash_attention(q, k, v))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("whole", [True, False])
+def test_inside_shard_map(whole, check_vma):
+    """With a mask of the whole sequences, or with this device's segment ids."""
+    q, k, v = arrays()
+    sinks = jnp.ones((4, 1))
+
+    def local(q, k, v, ids, sinks):
+        info = MaskInfo.from_segments(IDS if whole else ids)
+        return ring_attention(
+            q, k, v, axis_name="sp", causal=True, mask_info=info, softmax_aux=sinks
+        )
+
+    spec = P(None, "sp")
+    ring = jax.shard_map(
+        local, mesh=RING, in_specs=(spec,) * 4 + (P(),), out_specs=spec, check_vma=check_vma
+    )
+    flash = lambda q, k, v, ids, sinks: flash_attention(
+        q, k, v, causal=True, mask_info=MaskInfo.from_segments(ids), softmax_aux=sinks
+    )
+    loss = lambda f: lambda *a: (f(*a[:3], IDS, a[3]) ** 2).sum()
+    got = jax.jit(jax.value_and_grad(loss(ring), argnums=(0, 1, 2, 3)))(q, k, v, sinks)
+    jax.tree.map(close, got, jax.value_and_grad(loss(flash), argnums=(0, 1, 2, 3))(q, k, v, sinks))
+
+
+def test_the_program_passes_keys_on_and_gathers_nothing():
+    q, k, v = arrays()
+    run = lambda q, k, v: ring_attention(q, k, v, axis_name="sp", causal=True, mesh=RING)
+    grad = jax.jit(jax.grad(lambda *a: run(*a).sum(), argnums=(0, 1, 2)))
+    text = grad.lower(q, k, v).compile().as_text()
+    assert "collective-permute" in text
+    assert not re.search("all-gather|all-to-all", text)
+
+
+@pytest.mark.usefixtures("as_a_user_calls")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"axis_name": "pp", "mesh": RING}, "'pp' is not an axis of the mesh, which has sp"),
+        ({"mesh": RING}, "mesh= and in_specs= need axis_name="),
+        ({"axis_name": 3}, "axis_name must be a string"),
+        ({"axis_name": "sp", "in_specs": (P(),) * 3}, "in_specs= needs mesh="),
+        ({"axis_name": "sp", "mesh": RING, "in_specs": (P(),) * 3}, "must be split over 'sp'"),
+        ({"chunk_size": 0}, "chunk_size must be a positive int, got 0"),
+        ({"sliding_window": -2}, "sliding_window must not be negative"),
+        ({"platform": "triton"}, "platform='triton' cannot serve"),
+    ],
+)
+def test_a_mistake_is_named(arguments, message):
+    q, k, v = arrays()
+    with pytest.raises((ValueError, NotImplementedError), match=f"ring_attention: .*{message}"):
+        ring_attention(q, k, v, **arguments)
+
+
+def test_a_length_that_does_not_divide_is_refused():
+    q, k, v = (x[:, :60] for x in arrays())
+    with pytest.raises(ValueError, match="60 queries and 60 keys do not divide over the 8 devices"):
+        ring_attention(q, k, v, axis_name="sp", mesh=RING)
