@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 
 from ejkernel.ops import batching
+from ejkernel.ops.meshes import varying_axes
 
 
 class Plan(NamedTuple):
@@ -38,13 +39,8 @@ def _summed(gradient: Any, primal: Any) -> Any:
     """The gradient of an array that devices share is the sum of what each of them finds."""
     if gradient is None:
         return None
-    shared = _varying(gradient) - _varying(primal)
-    return jax.lax.psum(gradient, tuple(shared)) if shared else gradient
-
-
-def _varying(x: Any) -> frozenset:
-    """The mesh axes over which an array differs between the devices of a `shard_map`."""
-    return getattr(getattr(jax.typeof(x), "manual_axis_type", None), "varying", frozenset())
+    shared = varying_axes(gradient) - varying_axes(primal)
+    return jax.lax.psum(gradient, tuple(sorted(shared))) if shared else gradient
 
 
 apply.defvjp(_forward, _backward)

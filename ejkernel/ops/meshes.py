@@ -22,6 +22,11 @@ def bound_axis_size(name: Any) -> int | None:
         return None
 
 
+def varying_axes(x: Any) -> frozenset[str]:
+    """The mapped mesh axes over which an array differs from device to device."""
+    return getattr(getattr(jax.typeof(x), "manual_axis_type", None), "varying", frozenset())
+
+
 def _legacy_mesh() -> Any:
     # No public name tells of `with mesh:`, and code that uses it must go on working.
     from jax._src import mesh

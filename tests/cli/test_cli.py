@@ -118,7 +118,7 @@ class TestBench:
 
     def test_every_figure_of_the_readme_has_a_name_of_its_own(self):
         names = [figure.name for figure in figures.FIGURES]
-        assert len(set(names)) == len(names) == 10
+        assert len(set(names)) == len(names) >= 10
 
     def test_the_file_in_a_folder_is_named_after_the_device(self, tmp_path):
         assert bench._file(tmp_path).name == "cpu.json"

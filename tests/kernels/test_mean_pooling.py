@@ -1,6 +1,7 @@
 """What the public call promises beyond the numbers that the conformance suite checks."""
 
 import functools
+import itertools
 
 import hypothesis
 import hypothesis.strategies as st
@@ -34,7 +35,7 @@ def test_the_mean_of_the_valid_tokens():
 
 
 def test_every_token_is_valid_unless_a_mask_says_otherwise():
-    assert mean_pooling(ROWS).tolist() == [[4, 5], [5 / 3, 5 / 3]]
+    close(mean_pooling(ROWS), [[4, 5], [5 / 3, 5 / 3]])
 
 
 def test_a_row_of_no_valid_token_is_zero_and_has_no_gradient():
@@ -69,11 +70,8 @@ def test_a_mask_does_not_weigh_and_has_no_gradient():
 @functools.cache
 def compiled(size):
     cfg = MeanPoolingConfig(block_size=size)
-    return jax.jit(
-        jax.value_and_grad(
-            lambda x, cu_seqlens, along: (mean_pooling(x, cu_seqlens=cu_seqlens, cfg=cfg) * along).sum()
-        )
-    )
+    pool = lambda x, ends: mean_pooling(x, cu_seqlens=ends, cfg=cfg)
+    return jax.jit(jax.value_and_grad(lambda x, ends, along: (pool(x, ends) * along).sum()))
 
 
 @hypothesis.settings(deadline=None, max_examples=25)
@@ -83,7 +81,7 @@ def test_packed_is_a_loop_over_the_sequences(cuts):
     along = jax.random.normal(jax.random.key(2), (5, 8))
     value, gradient = compiled(4)(TOKENS, jnp.array(cuts), along)
     means, expected = np.zeros((5, 8)), np.zeros((20, 8))
-    for i, (start, end) in enumerate(zip(cuts[:-1], cuts[1:], strict=True)):
+    for i, (start, end) in enumerate(itertools.pairwise(cuts)):
         if end > start:
             means[i] = np.asarray(TOKENS)[start:end].mean(0)
             expected[start:end] = along[i] / (end - start)
@@ -99,7 +97,7 @@ def test_padded_and_packed_agree():
 
 def test_boundaries_may_be_traced_and_differentiated_around():
     run = jax.jit(jax.grad(lambda x, ends: mean_pooling(x, cu_seqlens=ends).sum()))
-    assert np.unique(run(TOKENS, CU_SEQLENS)[:, 0]).tolist() == [0, np.float32(1 / 12), np.float32(0.2)]
+    close(run(TOKENS, CU_SEQLENS)[:, 0], [1 / 5] * 5 + [1 / 12] * 12 + [0] * 3)
 
 
 def test_impossible_boundaries_under_a_trace_stay_inside():
@@ -125,16 +123,18 @@ def test_nan_in_invalid_tokens_never_leaks():
 def test_a_narrow_call_gives_a_narrow_mean_of_a_wide_sum(dtype):
     """A sum of 4096 ones in bfloat16 would stop at 256."""
     x = jnp.ones((1, 4096, 2), dtype)
-    for out in (mean_pooling(x), mean_pooling(x, cu_seqlens=[0, 4096])):
+    for out in (mean_pooling(x), mean_pooling(x, cu_seqlens=jnp.array([0, 4096]))):
         assert out.dtype == dtype
         assert out.tolist() == [[1, 1]]
 
 
 @pytest.mark.parametrize("form", ["padded", "packed"])
-def test_a_long_sum_loses_no_digits(form):
+def test_a_long_sum_is_added_up_in_blocks(form):
+    """At most 128 and then 1563 roundings go into it; one by one they would be 200 000."""
     x = jnp.full((1, 200_000, 1), 1.1)
-    out = mean_pooling(x) if form == "padded" else mean_pooling(x, cu_seqlens=[0, 200_000])
-    np.testing.assert_allclose(out, np.float64(np.float32(1.1)), rtol=1e-5)
+    cu_seqlens = None if form == "padded" else jnp.array([0, 200_000])
+    out = mean_pooling(x, cu_seqlens=cu_seqlens)
+    np.testing.assert_allclose(out, np.float32(1.1), rtol=(128 + 1563) * np.finfo("f4").eps / 2)
 
 
 def test_float64():
@@ -151,7 +151,7 @@ def test_float64():
 def test_mapped_calls_are_one_call():
     batch = 11
     x = jax.random.normal(jax.random.key(3), (batch, 20, 8))
-    ends = jnp.sort(jax.random.randint(jax.random.key(4), (batch, 4), 0, 20), axis=1).at[:, 0].set(0)
+    ends = jnp.sort(jax.random.randint(jax.random.key(4), (batch, 4), 0, 20)).at[:, 0].set(0)
     call = lambda x, ends: mean_pooling(x, cu_seqlens=ends)
     gradient = jax.grad(lambda x, ends: (call(x, ends) ** 2).sum())
     for axes in ((0, 0), (0, None), (None, 0)):
@@ -194,7 +194,7 @@ def test_nothing_has_the_mean_zero(shape):
     x = jnp.ones(shape)
     assert mean_pooling(x, jnp.ones(shape[:2], bool)).shape == (shape[0], shape[2])
     assert not mean_pooling(x).any()
-    assert mean_pooling(jnp.ones((0, 3)), cu_seqlens=[0, 0]).tolist() == [[0, 0, 0]]
+    assert mean_pooling(jnp.ones((0, 3)), cu_seqlens=jnp.array([0, 0])).tolist() == [[0, 0, 0]]
 
 
 def test_numpy_arrays_are_arrays():
@@ -213,7 +213,7 @@ def test_numpy_arrays_are_arrays():
         ({"attention_mask": MASK[:, :3]}, r"\[batch, length\] = \[4, 9\], got \[4, 3\]\."),
         ({"attention_mask": CU_SEQLENS}, r"got \[4\]; for cumulative lengths use cu_seqlens="),
         ({"attention_mask": MASK, "cu_seqlens": CU_SEQLENS}, "not both"),
-        ({"cu_seqlens": CU_SEQLENS}, r"\[tokens, hidden\] or \[1, tokens, hidden\], got \(4, 9, 8\)"),
+        ({"cu_seqlens": CU_SEQLENS}, r"or \[1, tokens, hidden\], got \(4, 9, 8\)"),
         ({"x": TOKENS, "cu_seqlens": [0, 21]}, "cu_seqlens ends at 21, past the 20 tokens"),
         ({"x": TOKENS, "cu_seqlens": [0, 9, 5]}, "must start at 0 and never decrease"),
         ({"x": TOKENS, "cu_seqlens": [[0, 9]]}, "cu_seqlens must be integers"),

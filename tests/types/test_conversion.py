@@ -19,7 +19,7 @@ from ejkernel.types.mask import (
     segment_ids_to_qkv_masks,
 )
 
-EXAMPLES = settings(max_examples=40, deadline=None)
+EXAMPLES = settings(max_examples=25, deadline=None)
 ROW = st.lists(st.integers(-1, 3), min_size=6, max_size=6)
 
 

@@ -50,6 +50,8 @@ def test_a_mask_of_one_row_takes_the_batch_of_the_numbers():
     assert mask.batch_size == 3
     assert {leaf.shape[0] for leaf in jax.tree.leaves(mask)} == {3}
     assert mask.q_lens.tolist() == [4, 4, 4]
+    mask = MaskInfo.from_segments(IDS[:1]).apply_chunked(jnp.array([2]), jnp.array([0, 1, 2]))
+    assert {leaf.shape[0] for leaf in jax.tree.leaves(mask)} == {3}
 
 
 def test_closing_over_a_mask_leaks_no_tracer():

@@ -108,6 +108,16 @@ def test_blocks_are_drawn_exactly(ids, window, block):
         assert state == (FULL if part.all() else PARTIAL if part.any() else EMPTY)
 
 
+@pytest.mark.parametrize("block", [64, 100])
+def test_large_blocks_are_drawn_exactly(block):
+    ids = jnp.arange(300) // 37 * 5
+    rule = Segments(ids, ids) & Band(-40, 0)
+    mask = np.array(rule.dense(300, 300))[0]
+    for (i, j), state in np.ndenumerate(block_states(rule, 300, 300, block, block)):
+        part = mask[i * block : (i + 1) * block, j * block : (j + 1) * block]
+        assert state == (FULL if part.all() else PARTIAL if part.any() else EMPTY)
+
+
 def test_a_long_mask_is_drawn_without_making_it(monkeypatch):
     looked_at = []
 

@@ -1,8 +1,8 @@
 """Pages of keys and values: read, added to and written where they lie.
 
-The axes of a cache are letters: `p` pages, `c` slots of a page, `k` key heads, `h` head dim, and `w`
-where keys and values share one array. Only the pages that are asked for are ever moved into another
-order; the cache itself never is.
+The axes of a cache are letters: `p` pages, `c` slots of a page, `k` key heads, `h` head dim, and
+`w` where keys and values share one array. Only the pages that are asked for are ever moved into
+another order; the cache itself never is.
 """
 
 from typing import Any

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from ejkernel.kernels.common.arguments import as_array, known_values, static_number
+from ejkernel.kernels.common.arguments import as_array, known_values
+from ejkernel.kernels.common.attention import bound_of_logits, scale_of_logits
 from ejkernel.kernels.common.paged import LAYOUTS
 
 _CACHE_DTYPES = (
@@ -146,7 +147,7 @@ def check_sequences(
 
     `names` are those of the lengths and of the table. What is traced or on a device is not checked.
     """
-    starts, lens, kv_lens, table = sequences
+    _, lens, kv_lens, table = sequences
     lengths_name, table_name = names
     if not isinstance(kv_lens, np.ndarray):
         return
@@ -173,24 +174,6 @@ def check_sequences(
         )
 
 
-def sinks(op: str, x: Any, heads: int) -> jax.Array | None:
-    """The sinks as [1 or heads, sinks]."""
-    if x is None:
-        return None
-    x = as_array(op, "softmax_aux", x)
-    if (
-        x.ndim not in (1, 2)
-        or (x.ndim == 2 and x.shape[0] != heads)
-        or x.size == 0
-        or not jnp.issubdtype(x.dtype, jnp.floating)
-    ):
-        raise ValueError(
-            f"{op}: softmax_aux must be floating point [sinks] or [{heads}, sinks], "
-            f"got {x.dtype}{list(x.shape)}."
-        )
-    return x[None] if x.ndim == 1 else x
-
-
 def scale(op: str, name: str, x: Any, kv_heads: int) -> jax.Array | None:
     """One scale for each key head."""
     if x is None:
@@ -206,9 +189,7 @@ def scale(op: str, name: str, x: Any, kv_heads: int) -> jax.Array | None:
 
 def statics(op: str, head_dim: int, options: Options) -> dict[str, Any]:
     """The static options by the names that `Spec` has for them."""
-    soft_cap, window = options.logits_soft_cap, options.sliding_window
-    if soft_cap is not None and not static_number(op, "logits_soft_cap", soft_cap) > 0:
-        raise ValueError(f"{op}: logits_soft_cap must be positive, got {soft_cap}.")
+    window = options.sliding_window
     if window is not None:
         try:
             window = operator.index(window)
@@ -217,10 +198,8 @@ def statics(op: str, head_dim: int, options: Options) -> dict[str, Any]:
         if window < 1:
             raise ValueError(f"{op}: sliding_window must be positive, got {window}.")
     return {
-        "softmax_scale": head_dim**-0.5
-        if options.softmax_scale is None
-        else static_number(op, "softmax_scale", options.softmax_scale),
-        "logits_soft_cap": None if soft_cap is None else float(soft_cap),
+        "softmax_scale": scale_of_logits(op, options.softmax_scale, head_dim),
+        "logits_soft_cap": bound_of_logits(op, options.logits_soft_cap),
         "sliding_window": window,
         "kv_layout": options.kv_layout,
     }

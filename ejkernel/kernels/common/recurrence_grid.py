@@ -69,12 +69,18 @@ class Grid:
             return jnp.where(_along(self.packing.within, x.ndim), taken, 0)
         return x[:, : self.tokens]
 
-    def read(self, x: jax.Array, unit: Any, time: Any) -> jax.Array:
-        """The lanes [l, chunk, ...] of a unit in the chunk that is visited at this time."""
+    def read(self, x: jax.Array, unit: Any, time: Any, group: int | None = None) -> jax.Array:
+        """The lanes [l, chunk, ...] of a unit in the chunk that is visited at this time.
+
+        Of `group` query heads on each key head: [l, chunk, group, ...].
+        """
         row, head = self._corner(unit)
-        start = (row, self._index(time) * self.chunk, head)
-        part = _cut(x, start, (self.rows, self.chunk, self.heads))
+        each = group or 1
+        start = (row, self._index(time) * self.chunk, head * each)
+        part = _cut(x, start, (self.rows, self.chunk, self.heads * each))
         part = jnp.flip(part, 1) if self.reverse else part
+        if group is not None:
+            part = part.reshape(*part.shape[:2], self.heads, group, *part.shape[3:])
         part = jnp.swapaxes(part, 1, 2)
         return part.reshape(-1, *part.shape[2:])
 
@@ -84,7 +90,11 @@ class Grid:
         part = part.reshape(self.rows, self.heads, *part.shape[1:])
         part = jnp.swapaxes(part, 1, 2)
         part = jnp.flip(part, 1) if self.reverse else part
-        return _paste(x, part, (row, self._index(time) * self.chunk, head))
+        each = 1
+        if part.ndim > x.ndim:
+            each = part.shape[3]
+            part = part.reshape(*part.shape[:2], -1, *part.shape[4:])
+        return _paste(x, part, (row, self._index(time) * self.chunk, head * each))
 
     def used(self, unit: Any, time: Any) -> jax.Array | None:
         """Which of the chunk's tokens there are, [1, chunk, 1]; None: all of them."""
@@ -144,12 +154,13 @@ class Grid:
         return row * self.rows, head * self.heads
 
 
-def in_turn(step: Any, carry: Any, count: int, backwards: bool = False) -> tuple[Any, Any]:
-    """`lax.scan` of `step` over 0 to `count`: no loop where there is only one."""
+def in_turn(step: Any, carry: Any, count: int, each: Any = None, backwards: bool = False):
+    """`lax.scan` of `step(carry, (index, each[index]))`: no loop where there is only one."""
     if count == 1:
-        carry, result = step(carry, 0)
+        carry, result = step(carry, (0, jax.tree.map(lambda x: x[0], each)))
         return carry, jax.tree.map(lambda x: x[None], result)
-    return lax.scan(step, carry, jnp.arange(count, dtype=jnp.int32), reverse=backwards)
+    index = jnp.arange(count, dtype=jnp.int32)
+    return lax.scan(step, carry, (index, each), reverse=backwards)
 
 
 def _packing(ends: jax.Array, tokens: int, chunk: int, chunks: int) -> Packing:

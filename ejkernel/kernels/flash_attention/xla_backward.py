@@ -22,7 +22,7 @@ def backward(
     dtype = jnp.promote_types(inputs.query.dtype, jnp.float32)
     query, d_out = tiles.pad_queries(inputs.query), tiles.pad_queries(d_outputs.out)
     key, value = tiles.pad_keys(inputs.key), tiles.pad_keys(inputs.value)
-    (lse, *terms), d_sinks = _row_terms(inputs, residuals, d_outputs, dtype)
+    lse, *terms = _row_terms(inputs, residuals, d_outputs, dtype)
     terms = [tiles.pad_queries(x, 2) for x in terms]
     terms = [tiles.pad_queries(lse, 2, fill=jnp.inf), *terms]
 
@@ -33,7 +33,7 @@ def backward(
         keys_t = jnp.swapaxes(keys, 1, 2)
 
         def step(i: Any, carry: tuple) -> tuple:
-            d_query, d_bias, d_keys, d_values = carry
+            d_query, d_bias, d_sinks, d_keys, d_values = carry
             rows, d_rows = tiles.queries(query, unit, i), tiles.queries(d_out, unit, i)
             lse, delta, *share = (tiles.per_row(x, unit, i) for x in terms)
             logits = matmul("lkh,lqh->lkq", keys, rows, dtype)
@@ -49,6 +49,9 @@ def backward(
                 used, d_weights = (jnp.where(kept, x * grow, 0.0) for x in (used, d_weights))
             if share:
                 used, d_weights = used * share[0], d_weights * share[0]
+                # From the weights, not from the output, whose rounding many rows would add up.
+                taken = (weights * d_weights * (1.0 - share[0])).sum(1)
+                d_sinks = tiles.add_to_heads(d_sinks, -taken, unit)
             d_values += matmul("lkq,lqv->lkv", used.astype(d_rows.dtype), d_rows, dtype)
             d_logits = weights * (d_weights - delta)
             if (cap := spec.logits_soft_cap) is not None:
@@ -58,28 +61,34 @@ def backward(
             d_logits = d_logits.astype(rows.dtype)
             d_keys += matmul("lkq,lqh->lkh", d_logits, rows, dtype)
             d_rows_t = matmul("lhk,lkq->lhq", keys_t, d_logits, dtype)
-            return tiles.add_queries_t(d_query, d_rows_t, unit, i), d_bias, d_keys, d_values
+            d_query = tiles.add_queries_t(d_query, d_rows_t, unit, i)
+            return d_query, d_bias, d_sinks, d_keys, d_values
 
-        d_query, d_bias, d_key, d_value = carry
-        start = (d_query, d_bias, *(tiles.full(x.shape, 0.0, dtype) for x in (keys, values)))
-        d_query, d_bias, d_keys, d_values = tiles.over_queries(unit, j, step, start)
+        *whole, d_key, d_value = carry
+        start = (*whole, *(tiles.full(x.shape, 0.0, dtype) for x in (keys, values)))
+        *whole, d_keys, d_values = tiles.over_queries(unit, j, step, start)
         d_key = tiles.add_keys(d_key, d_keys * spec.softmax_scale, unit, j)
-        return d_query, d_bias, d_key, tiles.add_keys(d_value, d_values, unit, j)
+        return *whole, d_key, tiles.add_keys(d_value, d_values, unit, j)
 
     b, t, n, h = query.shape
-    bias = [] if tiles.bias is None else [tiles.bias.shape]
-    zeros = [
-        tiles.full(shape, 0.0, dtype) for shape in ((b, n, h, t), key.shape, value.shape, *bias)
-    ]
-    carry = (zeros[0], zeros[3] if bias else None, zeros[1], zeros[2])
-    d_query, d_bias, d_key, d_value = over_blocks(column, carry, tiles.units * tiles.k_blocks)
+    zeros = lambda shape: tiles.full(shape, 0.0, dtype)
+    carry = (
+        zeros((b, n, h, t)),
+        None if tiles.bias is None else zeros(tiles.bias.shape),
+        None if inputs.sinks is None else zeros((n,)),
+        zeros(key.shape),
+        zeros(value.shape),
+    )
+    d_query, d_bias, d_sinks, d_key, d_value = over_blocks(
+        column, carry, tiles.units * tiles.k_blocks
+    )
     d_query = d_query.transpose(0, 3, 1, 2) * spec.softmax_scale
     return Inputs(
         query=_like(d_query, inputs.query),
         key=_like(d_key, inputs.key),
         value=_like(d_value, inputs.value),
         bias=_like(d_bias, inputs.bias),
-        sinks=_like(d_sinks, inputs.sinks),
+        sinks=_per_sink(d_sinks, inputs.sinks),
         mask=None,
     )
 
@@ -90,25 +99,31 @@ def _like(gradient: Any, x: Any) -> Any:
 
 
 def _row_terms(inputs: Inputs, residuals: Outputs, d_outputs: Outputs, dtype: Any):
-    """What the logits of a row share, each [b, n, t], and the gradient of the sinks.
+    """What the logits of a row share: lse, delta and, with sinks, w, each [b, n, t].
 
     With w the share of a row's weights that the sinks leave to the keys (1 without sinks),
-    d_logits = exp(logits - lse) * (w * d_weights - delta). Returns [lse, delta, w] and d_sinks.
+    d_logits = exp(logits - lse) * (w * d_weights - delta).
     """
     lse, d_lse = residuals.lse.astype(dtype), d_outputs.lse.astype(dtype)
     out, d_out = residuals.out.astype(dtype), d_outputs.out.astype(dtype)
-    delta = jnp.swapaxes((out * d_out).sum(-1), 1, 2)
+    # A matmul, because the sum over the last axis of so many rows is slow on CPUs (JAX 0.10).
+    delta = matmul("btnv,vw->bntw", out * d_out, jnp.ones((out.shape[-1], 8), dtype), dtype)[..., 0]
     seen = lse > -jnp.inf
     # For a row that sees nothing exp(logits - inf) is 0, whatever the logits.
     safe_lse = jnp.where(seen, lse, jnp.inf)
     if inputs.sinks is None:
-        return [safe_lse, delta - d_lse], None
-    sinks = inputs.sinks.astype(dtype)
-    sinks_lse = logsumexp(sinks, axis=-1, keepdims=True)  # [1 or n, 1]
-    lead = jnp.where(seen, lse - sinks_lse, 0.0)
-    d_sinks_lse = -(delta * jax.nn.sigmoid(-lead)).sum((0, 2))[:, None]  # [n, 1]
-    if sinks.shape[0] == 1:
-        d_sinks_lse = d_sinks_lse.sum(0, keepdims=True)
-    parts = jnp.exp(sinks - jnp.where(sinks_lse > -jnp.inf, sinks_lse, 0.0))
-    share = jax.nn.sigmoid(lead)
-    return [safe_lse, share * delta - d_lse, share], parts * d_sinks_lse
+        return [safe_lse, delta - d_lse]
+    sinks_lse = logsumexp(inputs.sinks.astype(dtype), axis=-1, keepdims=True)  # [1 or n, 1]
+    share = jax.nn.sigmoid(jnp.where(seen, lse - sinks_lse, 0.0))
+    return [safe_lse, share * delta - d_lse, share]
+
+
+def _per_sink(d_lse: jax.Array | None, sinks: jax.Array | None) -> jax.Array | None:
+    """The gradient of each sink from that of a head's sinks together, [n]."""
+    if d_lse is None or sinks is None:
+        return None
+    d_lse = d_lse[:, None] if sinks.shape[0] > 1 else d_lse.sum(keepdims=True)[:, None]
+    logits = sinks.astype(d_lse.dtype)
+    lse = logsumexp(logits, axis=-1, keepdims=True)
+    parts = jnp.exp(logits - jnp.where(lse > -jnp.inf, lse, 0.0))  # all -inf: no part, not NaN
+    return (parts * d_lse).astype(sinks.dtype)

@@ -151,6 +151,11 @@ class Tiles:
         tile = jnp.moveaxis(tile.sum(over, keepdims=True), 2, -1)
         return _add(total, tile.reshape(self._bias_sizes), self._bias_start(unit, i, j))
 
+    def add_to_heads(self, total: jax.Array, rows: jax.Array, unit: Unit) -> jax.Array:
+        """`total` [n] with what each row of a tile gives, [lanes, rows], added to its head."""
+        tile = rows.reshape(self.rows, self.heads, self.group, self.block_q)
+        return _add(total, tile.sum((0, 3)).reshape(-1), (unit.head,))
+
     def visible(self, unit: Unit, i: Any, j: Any, transposed: bool = False) -> jax.Array | None:
         """Which logits of a tile are visible, for its last axes; None when all of them are."""
         if isinstance(self.rule, Everything) and not self.ragged:

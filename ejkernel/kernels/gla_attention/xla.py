@@ -16,7 +16,7 @@ from ejkernel.ops.platform import Device
 
 # Numbers that a step works on, states and faded keys and queries, so that they stay in the cache of
 # a CPU core.
-_CACHED = 1 << 16
+_CACHED = 1 << 17
 
 
 class Residuals(NamedTuple):
@@ -24,7 +24,7 @@ class Residuals(NamedTuple):
 
 
 class _Laid(NamedTuple):
-    """The arrays of a call laid out in chunks; query and value are [b, p, k, ...]."""
+    """The arrays of a call laid out in chunks, [b, p, n or k, ...]."""
 
     query: jax.Array
     key: jax.Array
@@ -48,14 +48,15 @@ def forward(inputs: Inputs, spec: Spec, params: Any) -> tuple[Outputs, Residuals
             grid.leave(states, state, unit, time),
         ), None
 
-    def run_unit(carry: tuple, unit: Any) -> tuple[tuple, None]:
-        step = lambda carry, time: visit(unit, carry, time)
+    def run_unit(carry: tuple, turn: tuple) -> tuple[tuple, None]:
+        unit, _ = turn
+        step = lambda carry, turn: visit(unit, carry, turn[0])
         (_, *carry), _ = in_turn(step, (call.no_state(), *carry), grid.chunks)
         return tuple(carry), None
 
     out = call.zeros((*laid.query.shape[:-1], laid.value.shape[-1]), inputs.query.dtype)
     (out, states), _ = in_turn(run_unit, (out, call.initial()), grid.units)
-    return Outputs(grid.collect(out).reshape(*inputs.query.shape[:3], -1), states), Residuals()
+    return Outputs(grid.collect(out), states), Residuals()
 
 
 def backward(
@@ -65,31 +66,32 @@ def backward(
     call = _Call(inputs, spec, params)
     grid, laid = call.grid, call.laid
     initial = call.initial()
-    d_out = grid.lay_out(call.grouped(d_outputs.out))
+    d_out = grid.lay_out(d_outputs.out)
 
     def before(unit: Any, state: jax.Array, time: Any) -> tuple[jax.Array, jax.Array]:
         state = grid.enter(initial, state, unit, time, time - 1)
         return recurrence_step.advance(call.chunk(unit, time), state), state
 
-    def visit(unit: Any, entered: jax.Array, carry: tuple, time: Any) -> tuple[tuple, None]:
+    def visit(unit: Any, carry: tuple, time: Any, entered: jax.Array) -> tuple[tuple, None]:
         d_state, d_gamma, d_laid, d_states = carry
         d_state = grid.enter(d_states, d_state, unit, time, time + 1)
         chunk = call.chunk(unit, time)
-        part = grid.read(d_out, unit, time).astype(call.dtype)
-        d_chunk, d_state = recurrence_step.backward(chunk, entered[time], part, d_state)
+        part = grid.read(d_out, unit, time, call.group).astype(call.dtype)
+        d_chunk, d_state = recurrence_step.backward(chunk, entered, part, d_state)
         d_chunk, d_decay = call.unscaled(d_chunk, unit, time)
         d_laid = jax.tree.map(lambda x, part: grid.write(x, part, unit, time), d_laid, d_chunk)
         d_gamma = None if d_gamma is None else d_gamma + d_decay
         return (d_state, d_gamma, d_laid, grid.leave(d_states, d_state, unit, time)), None
 
-    def run_unit(carry: tuple, unit: Any) -> tuple[tuple, None]:
-        d_gammas, d_laid, d_states = carry
-        step = lambda state, time: before(unit, state, time)
+    def run_unit(carry: tuple, turn: tuple) -> tuple[tuple, None]:
+        (d_gammas, d_laid, d_states), (unit, _) = carry, turn
+        step = lambda state, turn: before(unit, state, turn[0])
         _, entered = in_turn(step, call.no_state(), grid.chunks)
         d_gamma = None if d_gammas is None else call.no_state()[:, 0, 0]
-        step = lambda carry, time: visit(unit, entered, carry, time)
+        step = lambda carry, turn: visit(unit, carry, *turn)
         start = (call.no_state(), d_gamma, d_laid, d_states)
-        (_, d_gamma, d_laid, d_states), _ = in_turn(step, start, grid.chunks, backwards=True)
+        end, _ = in_turn(step, start, grid.chunks, entered, backwards=True)
+        _, d_gamma, d_laid, d_states = end
         if d_gammas is not None:
             d_gammas = grid.write_heads(d_gammas, d_gamma, unit)
         return (d_gammas, d_laid, d_states), None
@@ -100,9 +102,7 @@ def backward(
     (d_gammas, d_laid, d_states), _ = in_turn(run_unit, (d_gammas, d_laid, d_states), grid.units)
     d_laid = jax.tree.map(grid.collect, d_laid)
     gradients = Inputs(
-        d_laid.query.reshape(inputs.query.shape),
-        d_laid.key,
-        d_laid.value,
+        *d_laid[:3],
         gate=d_laid.gate,
         g_gamma=d_gammas,
         gv=d_laid.gv,
@@ -125,12 +125,8 @@ class _Call:
         shape = (batch, tokens, heads)
         self.grid = Grid(shape, chunk, params.block_k, spec.reverse, inputs.cu_seqlens)
         lay_out = lambda x: None if x is None else self.grid.lay_out(x)
-        query = self.grouped(inputs.query)
-        self.laid = _Laid(*map(lay_out, (query, *inputs[1:4], inputs.gv)))
-
-    def grouped(self, x: jax.Array) -> jax.Array:
-        """[b, s, n, d] -> [b, s, k, g, d]"""
-        return x.reshape(*self.inputs.key.shape[:3], -1, x.shape[-1])
+        self.laid = _Laid(*map(lay_out, (*inputs[:4], inputs.gv)))
+        self.group = inputs.query.shape[2] // heads
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         return carries.zeros(shape, dtype, self.inputs)
@@ -150,7 +146,8 @@ class _Call:
     def chunk(self, unit: Any, time: Any) -> Chunk:
         """The chunk of a unit that is visited at this time."""
         read = lambda x: None if x is None else self.grid.read(x, unit, time).astype(self.dtype)
-        query, key, value, decays, value_decays = map(read, self.laid)
+        query = self.grid.read(self.laid.query, unit, time, self.group).astype(self.dtype)
+        key, value, decays, value_decays = map(read, self.laid[1:])
         if self.inputs.g_gamma is not None:
             gamma = self.grid.read_heads(self.inputs.g_gamma, unit).astype(self.dtype)
             gamma = jnp.broadcast_to(gamma[:, None, None], (*key.shape[:2], 1))

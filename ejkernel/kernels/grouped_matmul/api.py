@@ -185,8 +185,7 @@ def _ids(ids: Any, sizes: Any, rows: int) -> jax.Array | None:
     ids = as_array("grouped_matmul", "group_ids", ids)
     if ids.ndim != 1 or not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(
-            "grouped_matmul: group_ids must be integers [rows], "
-            f"got {ids.dtype}{list(ids.shape)}."
+            f"grouped_matmul: group_ids must be integers [rows], got {ids.dtype}{list(ids.shape)}."
         )
     if ids.shape[0] != rows:
         raise ValueError(
@@ -216,7 +215,9 @@ def _sizes(sizes: Any, offset: Any, rows: int, weights: int) -> jax.Array | None
     if values is not None and (values < 0).any():
         raise ValueError(f"grouped_matmul: group_sizes must not be negative, got {values.min()}.")
     if values is not None and values.sum() > rows:
-        raise ValueError(f"grouped_matmul: group_sizes sum to {values.sum()}, past the {rows} rows.")
+        raise ValueError(
+            f"grouped_matmul: group_sizes sum to {values.sum()}, past the {rows} rows."
+        )
     return sizes
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 
@@ -83,17 +84,17 @@ def ids_of_sizes(sizes: Int[Array, "*b g"], rows: int) -> Int[Array, "*b r"]:
 def sample(inputs: Inputs, drawn: Inputs, spec: Spec) -> Inputs:
     """Data to tune on: where the groups are not known yet, they share the rows evenly."""
     rows, weights = inputs.inputs.shape[-2], inputs.weights.shape[0]
-    if _unknown(inputs.groups):
-        drawn = drawn._replace(groups=jnp.arange(weights, dtype=inputs.groups.dtype))  # pyright: ignore
-    if _unknown(inputs.group_ids):
-        ids = jnp.arange(rows, dtype=inputs.group_ids.dtype) % weights  # pyright: ignore
-        drawn = drawn._replace(group_ids=jnp.broadcast_to(ids, inputs.group_ids.shape))  # pyright: ignore
-    if _unknown(inputs.group_sizes):
-        shape = inputs.group_sizes.shape  # pyright: ignore
-        sizes = jnp.full(shape, rows // shape[-1], inputs.group_sizes.dtype)  # pyright: ignore
-        drawn = drawn._replace(group_sizes=sizes)
-    return drawn
+    found: dict[str, jax.Array] = {}
+    if _unknown(inputs.groups) is not None:
+        found["groups"] = jnp.arange(weights, dtype=jnp.int32)
+    if (shape := _unknown(inputs.group_ids)) is not None:
+        found["group_ids"] = jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32) % weights, shape)
+    if (shape := _unknown(inputs.group_sizes)) is not None:
+        found["group_sizes"] = jnp.full(shape, rows // shape[-1], jnp.int32)
+    known = {name: x.astype(getattr(inputs, name).dtype) for name, x in found.items()}
+    return drawn._replace(**known)
 
 
-def _unknown(x: Any) -> bool:
-    return isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct)
+def _unknown(x: Any) -> tuple[int, ...] | None:
+    """The shape of an array of which nothing else is known."""
+    return x.shape if isinstance(x, Tracer | jax.ShapeDtypeStruct) else None

@@ -20,9 +20,7 @@ from ejkernel.ops.implementation import Implementation, Pass
 from ejkernel.ops.platform import Device
 
 
-def forward(
-    inputs: Inputs, spec: Spec, params: GroupedMatmulConfig
-) -> tuple[Outputs, tuple[()]]:
+def forward(inputs: Inputs, spec: Spec, params: GroupedMatmulConfig) -> tuple[Outputs, tuple[()]]:
     """The product of each row and its weight; the backward pass needs nothing of it."""
     lead = _lead(inputs)
     layout = _layout(inputs, lead)
@@ -217,7 +215,8 @@ def _dot(left: jax.Array, right: jax.Array, axes: tuple[int, int], dtype: Any) -
     """Contract one axis of each, accumulated in `dtype`, exact unless the user asked for less."""
     if left.dtype != right.dtype:
         left, right = left.astype(dtype), right.astype(dtype)
-    precision = lax.Precision.HIGHEST if jax.config.jax_default_matmul_precision is None else None
+    asked = getattr(jax.config, "jax_default_matmul_precision", None)
+    precision = lax.Precision.HIGHEST if asked is None else None
     dimensions = (((axes[0],), (axes[1],)), ((), ()))
     return lax.dot_general(left, right, dimensions, precision, dtype)
 

@@ -1,5 +1,6 @@
 """The call: what it takes, what it means, how it becomes `Inputs` and `Spec`."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -65,19 +66,29 @@ def mean_pooling(
     x = as_array("mean_pooling", "x", x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"mean_pooling: x must be floating point, got {x.dtype}.")
+    request = Request(platform, cfg, mesh, _tuple(in_specs), _tuple(out_specs))
     if cu_seqlens is None:
-        inputs, specs = _padded(x, attention_mask), _tuple(in_specs)
+        inputs = _padded(x, attention_mask)
+        request = dataclasses.replace(request, out_specs=_of_one_sequence(request.out_specs))
     else:
-        inputs, specs = _packed(x, attention_mask, cu_seqlens, _tuple(in_specs))
+        inputs, specs = _packed(x, attention_mask, cu_seqlens, request.in_specs)
+        request = dataclasses.replace(request, in_specs=specs)
     if 0 in x.shape:
         sequences = x.shape[0] if inputs.cu_seqlens is None else inputs.cu_seqlens.shape[0] - 1
         return jnp.zeros((sequences, x.shape[-1]), x.dtype)
-    request = Request(platform, cfg, mesh, specs, _tuple(out_specs))
-    return executor.run(OP, inputs, Spec(), request).out
+    out = executor.run(OP, inputs, Spec(), request).out
+    return out[:, 0] if cu_seqlens is None else out
 
 
 def _tuple(specs: Any) -> Any:
     return tuple(specs) if isinstance(specs, list) else specs
+
+
+def _of_one_sequence(specs: Any) -> Any:
+    """The specs of a result with the axis that numbers the sequences of a row."""
+    if isinstance(specs, PartitionSpec):
+        return PartitionSpec(*tuple(specs)[:1], None, *tuple(specs)[1:])
+    return tuple(map(_of_one_sequence, specs)) if isinstance(specs, tuple) else specs
 
 
 def _padded(x: jax.Array, mask: Any) -> Inputs:

@@ -1,7 +1,7 @@
 """What a call of mean pooling carries below its API: arrays, static arguments, results.
 
-Letters: `s` tokens, `d` columns; of a packed row `q` sequences and `c` their boundaries. Packed rows
-that vmap joins have a leading `b`.
+Letters: `s` tokens, `d` columns, `q` sequences in a row, `c` their boundaries. Padded rows have one
+sequence each; packed rows have no `b`, unless vmap joins several.
 """
 
 import dataclasses
@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 
@@ -29,7 +30,7 @@ class Inputs(NamedTuple):
 class Outputs(NamedTuple):
     """The means, in the dtype of `x`; 0 for a sequence of no tokens."""
 
-    out: Float[Array, "b d"] | Float[Array, "q d"] | Float[Array, "b q d"]
+    out: Float[Array, "q d"] | Float[Array, "b q d"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,7 @@ class Spec:
 def sample(inputs: Inputs, drawn: Inputs, spec: Spec) -> Inputs:
     """Data to tune on: where the sequences are not known yet, they are of one length."""
     cu_seqlens: Any = inputs.cu_seqlens
-    if not isinstance(cu_seqlens, jax.core.Tracer | jax.ShapeDtypeStruct):
+    if not isinstance(cu_seqlens, Tracer | jax.ShapeDtypeStruct):
         return drawn
     ends = jnp.linspace(0, inputs.x.shape[-2], cu_seqlens.shape[-1]).astype(cu_seqlens.dtype)
     return drawn._replace(cu_seqlens=jnp.broadcast_to(ends, cu_seqlens.shape))

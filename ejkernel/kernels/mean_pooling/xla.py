@@ -20,7 +20,7 @@ from ejkernel.ops.platform import Device
 def forward(inputs: Inputs, spec: Spec, params: MeanPoolingConfig) -> tuple[Outputs, tuple[()]]:
     """The means; the backward pass needs nothing of them."""
     if inputs.cu_seqlens is None:
-        sums = _sum_valid(inputs.x, inputs.attention_mask, params.block_size)
+        sums = _sum_valid(inputs.x, inputs.attention_mask, params.block_size)[:, None]
     else:
         sums = _sum_sequences(inputs.x, inputs.cu_seqlens, params.block_size)
     return Outputs((sums / _counts(inputs)[..., None]).astype(inputs.x.dtype)), ()
@@ -36,9 +36,9 @@ def backward(
     if inputs.cu_seqlens is not None:
         d_x = _given_to_tokens(share, _places(inputs.cu_seqlens, x.shape[-2]))
     elif inputs.attention_mask is not None:
-        d_x = jnp.where(inputs.attention_mask[..., None], share[:, None], 0)
+        d_x = jnp.where(inputs.attention_mask[..., None], share, 0)
     else:
-        d_x = jnp.broadcast_to(share[:, None], x.shape)
+        d_x = jnp.broadcast_to(share, x.shape)
     return Inputs(d_x)
 
 
@@ -46,15 +46,15 @@ def _wide(x: jax.Array) -> Any:
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
-def _counts(inputs: Inputs) -> Float[Array, "*sequences"]:
+def _counts(inputs: Inputs) -> Float[Array, "*b q"]:
     """How many tokens each sequence has, at least 1."""
     tokens = inputs.x.shape[-2]
     if inputs.cu_seqlens is not None:
         counts = jnp.diff(jnp.clip(inputs.cu_seqlens, 0, tokens), axis=-1)
     elif inputs.attention_mask is not None:
-        counts = inputs.attention_mask.sum(-1, dtype=jnp.int32)
+        counts = inputs.attention_mask.sum(-1, keepdims=True, dtype=jnp.int32)
     else:
-        counts = jnp.full((1,), tokens)
+        counts = jnp.full((1, 1), tokens)
     return jnp.maximum(counts, 1).astype(_wide(inputs.x))
 
 

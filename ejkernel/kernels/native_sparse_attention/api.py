@@ -134,7 +134,9 @@ def native_sparse_attention(
     if 0 in (*query.shape, value.shape[3]):
         out = jnp.zeros((*query.shape[:3], value.shape[3]), query.dtype)
     else:
-        inputs = Inputs(query, key, value, chosen, **gates, cu_seqlens=cu_seqlens)
+        # Lists without an entry say what an entry of no block says.
+        named = chosen if chosen.shape[-1] else jnp.full((*chosen.shape[:3], 1), -1, jnp.int32)
+        inputs = Inputs(query, key, value, named, **gates, cu_seqlens=cu_seqlens)
         request = Request(platform, cfg, mesh, _tuple(in_specs), _tuple(out_specs))
         out = executor.run(OP, inputs, spec, request).out
     if packed_rank:

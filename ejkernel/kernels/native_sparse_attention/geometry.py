@@ -30,20 +30,27 @@ class Pools(NamedTuple):
 def tokens(length: int, cu_seqlens: jax.Array | None) -> Tokens:
     """Where the tokens of a row of this length stand."""
     index = jnp.arange(length, dtype=jnp.int32)
-    cu_seqlens = _bounds(length, cu_seqlens)
+    if cu_seqlens is None:
+        nothing = jnp.zeros_like(index)
+        return Tokens(jnp.ones_like(index, bool), nothing, nothing, index)
     exists = index < cu_seqlens[-1]
     sequence = jnp.searchsorted(cu_seqlens, index, side="right").astype(jnp.int32) - 1
-    start = jnp.where(exists, cu_seqlens[sequence], length)
+    start = jnp.where(exists, cu_seqlens[sequence], length).astype(jnp.int32)
     return Tokens(exists, sequence, start, jnp.maximum(index - start, 0))
 
 
 def pools(length: int, cu_seqlens: jax.Array | None, block_size: int, at: Tokens) -> Pools:
     """The complete blocks of a row of this length; `begin` has room for as many as can be."""
-    cu_seqlens = _bounds(length, cu_seqlens)
-    complete = jnp.diff(cu_seqlens) // block_size  # [sequences]
-    last = jnp.cumsum(complete)
-    before = last - complete
     block = jnp.arange(length // block_size, dtype=jnp.int32)
+    seen = jnp.where(at.exists, (at.position + 1) // block_size, 0)
+    if cu_seqlens is None:
+        own = at.position // block_size
+        own = jnp.where(own < block.shape[0], own, -1)
+        return Pools(block * block_size, at.start, seen, own)
+    cu_seqlens = cu_seqlens.astype(jnp.int32)
+    complete = jnp.diff(cu_seqlens) // block_size  # [sequences]
+    last = jnp.cumsum(complete, dtype=jnp.int32)
+    before = last - complete
     owner = jnp.searchsorted(last, block, side="right").astype(jnp.int32)
     owner = jnp.minimum(owner, complete.shape[0] - 1)
     begin = cu_seqlens[owner] + (block - before[owner]) * block_size
@@ -51,7 +58,6 @@ def pools(length: int, cu_seqlens: jax.Array | None, block_size: int, at: Tokens
 
     sequence = jnp.minimum(at.sequence, complete.shape[0] - 1)
     first = before[sequence]
-    seen = jnp.where(at.exists, (at.position + 1) // block_size, 0)
     inside = at.exists & (at.position // block_size < complete[sequence])
     own = jnp.where(inside, first + at.position // block_size, -1)
     return Pools(begin, first, seen, own)
@@ -79,9 +85,3 @@ def pooled(x: jax.Array, blocks: Pools, spec: Spec) -> jax.Array:
     members = blocks.begin[:, None] + jnp.arange(spec.block_size, dtype=jnp.int32)
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     return x[:, members].astype(dtype).mean(2).astype(x.dtype)
-
-
-def _bounds(length: int, cu_seqlens: jax.Array | None) -> jax.Array:
-    if cu_seqlens is None:
-        return jnp.array([0, length], jnp.int32)
-    return cu_seqlens.astype(jnp.int32)

@@ -141,21 +141,23 @@ def sort_pairs(begin: jax.Array, number: jax.Array, size: Cut) -> Pairs:
     order = jnp.arange(size.pairs, dtype=jnp.int32)
     # One number holds block, token and slot: sorting it alone is far cheaper than sorting several.
     key = lax.sort(number.reshape(-1) * size.pairs + order)
-    block, pair = key // size.pairs, key % size.pairs
+    block, pair = lax.div(key, jnp.int32(size.pairs)), lax.rem(key, jnp.int32(size.pairs))
     run = order - lax.cummax(jnp.where(_changes(block), order, 0))
-    heads = (run % size.rows == 0) & (block < size.blocks)
-    useful = _changes(key // size.slots) & (block < size.blocks)  # named once, or the first time
+    heads = (lax.rem(run, jnp.int32(size.rows)) == 0) & (block < size.blocks)
+    token = lax.div(pair, jnp.int32(size.slots))
+    # A token that names a block again has both pairs side by side: the first counts.
+    useful = (_changes(block) | _changes(token)) & (block < size.blocks)
     most = min(size.pairs, size.pairs // size.rows + size.blocks)
     place = jnp.zeros_like(order).at[pair].set(order, unique_indices=True)
     used = useful[place]
     room = lambda x, fill: jnp.pad(x, (0, size.rows), constant_values=fill)
     by_slot = lambda x: x.reshape(size.chunk, size.slots).T
     return Pairs(
-        token=room(pair // size.slots, 0),
+        token=room(token, 0),
         begin=room(begin.reshape(-1)[pair], 0),
         block=room(block, size.blocks),
         useful=room(useful, False),
-        tiles=jnp.nonzero(heads, size=most, fill_value=0)[0].astype(jnp.int32),
+        tiles=lax.sort(jnp.where(heads, order, size.pairs))[:most],
         tile_count=heads.sum(dtype=jnp.int32),
         place=by_slot(place),
         used=by_slot(used),

@@ -21,8 +21,6 @@ def forward(inputs: Inputs, at: Tokens, spec: Spec, block_q: int) -> Branch:
     """Output and log-sum-exp over the chosen blocks."""
     query, value = inputs.query, inputs.value
     dtype = jnp.promote_types(query.dtype, jnp.float32)
-    if inputs.block_indices.shape[-1] == 0:
-        return _nothing(inputs, dtype)
     size = xla_pairs.cut(inputs, spec, block_q)
     begin, number = xla_pairs.chosen_blocks(inputs, at, size)
     keys, values = size.cut_keys(inputs.key), size.cut_keys(value)
@@ -45,7 +43,7 @@ def forward(inputs: Inputs, at: Tokens, spec: Spec, block_q: int) -> Branch:
             results = (products, peak, weights.sum(-1))
             # What lies beyond the tile's own pairs is written again by the tiles that follow.
             return tuple(
-                lax.dynamic_update_slice(buffer, x.reshape(size.rows, -1), (tile.first, 0))
+                lax.dynamic_update_slice_in_dim(buffer, x.reshape(size.rows, -1), tile.first, 0)
                 for buffer, x in zip(buffers, results, strict=True)
             )
 
@@ -80,13 +78,11 @@ def backward(
     """Gradients of query, key and value, in the dtype in which they are summed."""
     query, key, value = inputs[:3]
     dtype = jnp.promote_types(query.dtype, jnp.float32)
-    if inputs.block_indices.shape[-1] == 0:
-        return tuple(jnp.zeros(x.shape, dtype) for x in (query, key, value))
     size = xla_pairs.cut(inputs, spec, block_q)
     begin, number = xla_pairs.chosen_blocks(inputs, at, size)
     keys, values = size.cut_keys(key), size.cut_keys(value)
     queries, d_outs = size.cut_tokens(query), size.cut_tokens(d_out)
-    delta = jnp.einsum("btnv,btnv->btn", branch.out.astype(dtype), d_out.astype(dtype))
+    delta = (branch.out.astype(dtype) * d_out.astype(dtype)).sum(-1)
     deltas, lses = size.cut_tokens(delta), size.cut_tokens(jnp.swapaxes(branch.lse, 1, 2))
 
     def pull_back(carry: tuple, index: Any) -> tuple[tuple, jax.Array]:
@@ -107,7 +103,8 @@ def backward(
             d_values = _add(d_values, matmul("qk,qv->kv", weights, d_rows, dtype), unit, tile)
             d_keys = _add(d_keys, matmul("qk,qh->kh", d_logits, rows, dtype), unit, tile)
             d_query = matmul("qk,kh->qh", d_logits, block, dtype).reshape(size.rows, -1)
-            return lax.dynamic_update_slice(buffer, d_query, (tile.first, 0)), d_keys, d_values
+            buffer = lax.dynamic_update_slice_in_dim(buffer, d_query, tile.first, 0)
+            return buffer, d_keys, d_values
 
         carry = xla_pairs.over_tiles(pairs, size, step, carry)
         d_query = zeros(mine[0].shape, dtype, inputs)
@@ -124,13 +121,6 @@ def backward(
     return d_query * spec.softmax_scale, d_key * spec.softmax_scale, size.join_keys(d_value)
 
 
-def _nothing(inputs: Inputs, dtype: Any) -> Branch:
-    """The branch of a call whose lists have no room for a block."""
-    b, t, n, _ = inputs.query.shape
-    out = jnp.zeros((b, t, n, inputs.value.shape[-1]), inputs.query.dtype)
-    return Branch(out, jnp.full((b, n, t), -jnp.inf, dtype))
-
-
 def _rows(x: jax.Array, tile: Tile, size: Cut) -> jax.Array:
     """[chunk, group * d] -> what the tokens of a tile have, [rows * group, d]."""
     return x.at[tile.token].get(mode="promise_in_bounds").reshape(size.rows * size.group, -1)
@@ -138,12 +128,16 @@ def _rows(x: jax.Array, tile: Tile, size: Cut) -> jax.Array:
 
 def _block(x: jax.Array, unit: Any, tile: Tile, size: Cut) -> jax.Array:
     """The block of a tile, [block_size, d]."""
-    return lax.dynamic_slice(x, (unit, tile.begin, 0), (1, size.block_size, x.shape[2]))[0]
+    return lax.dynamic_slice(x, _start(unit, tile), (1, size.block_size, x.shape[2]))[0]
+
+
+def _start(unit: Any, tile: Tile) -> tuple[Any, Any, Any]:
+    return unit, tile.begin, jnp.int32(0)
 
 
 def _add(total: jax.Array, block: jax.Array, unit: Any, tile: Tile) -> jax.Array:
     """`total` with a block of keys added where the tile's block stands."""
-    start = (unit, tile.begin, 0)
+    start = _start(unit, tile)
     block = block[None] + lax.dynamic_slice(total, start, (1, *block.shape))
     return lax.dynamic_update_slice(total, block, start)
 

@@ -51,21 +51,21 @@ def page_attention(
 
     Position `j` of sequence `b` lies in slot `j % block_size` of page
     `block_tables[b, j // block_size]`. The queries of a sequence are the last of its tokens: query
-    `i` of `q` sits at position `p = context_lens[b] - q + i` and sees the positions up to `p`, with a
-    window `w` those in `(p - w, p]`. Over the keys that it sees,
+    `i` of `q` sits at position `p = context_lens[b] - q + i` and sees the positions up to `p`, with
+    a window `w` those in `(p - w, p]`. Over the keys that it sees,
 
         logits = soft_cap(softmax_scale * query @ (k_scale * key).T)
         output = exp(logits) / (sum(exp(logits)) + sum(exp(softmax_aux))) @ (v_scale * value)
 
-    with `soft_cap(x) = logits_soft_cap * tanh(x / logits_soft_cap)`. A query that sees nothing gives
-    exactly 0. Slots that no query sees may hold anything. Time and memory follow the lengths, not
-    the sizes of the table and the cache.
+    with `soft_cap(x) = logits_soft_cap * tanh(x / logits_soft_cap)`. A query that sees nothing
+    gives exactly 0. Slots that no query sees may hold anything. Time and memory follow the lengths,
+    not the sizes of the table and the cache.
 
     Args:
-        query: `[batch, 1, heads, head_dim]` or `[batch, heads, head_dim]`; with more than one query a
-            sequence, `[batch, queries, heads, head_dim]`.
-        key_cache: `[num_blocks, block_size, kv_heads, head_dim]`; `heads` is a multiple of `kv_heads`.
-            In float32, bfloat16, float16, float64, int8, float8_e4m3fn or float8_e5m2.
+        query: `[batch, 1, heads, head_dim]` or `[batch, heads, head_dim]`; with several queries for
+            each sequence `[batch, queries, heads, head_dim]`.
+        key_cache: `[num_blocks, block_size, kv_heads, head_dim]`; `heads` is a multiple of
+            `kv_heads`. In float32, bfloat16, float16, float64, int8, float8_e4m3fn or float8_e5m2.
         value_cache: `[num_blocks, block_size, kv_heads, value_dim]`, in the same dtype.
         context_lens: `[batch]`, how many tokens each sequence has, those of the queries included.
         block_tables: `[batch, max_blocks]`; -1 is no page, and its positions are not seen. Entries
@@ -86,11 +86,11 @@ def page_attention(
         out_specs: the spec of the output; it follows from `in_specs`.
 
     Returns:
-        The output in the shape and dtype of the query, its last axis `value_dim`. With `return_lse` a
-        pair of it and the natural logarithm of the sum of exponentials, `[batch, heads, queries]` in
-        float32 (`[batch, heads]` for a query without that axis): of the visible keys, without the
-        sinks, -inf for a query that sees nothing. Gradients flow through both, to the query, the
-        sinks, the scales and a cache in floating point.
+        The output in the shape and dtype of the query, its last axis `value_dim`. With `return_lse`
+        a pair of it and the natural logarithm of the sum of exponentials,
+        `[batch, heads, queries]` in float32 (`[batch, heads]` for a query without that axis): of
+        the visible keys, without the sinks, -inf for a query that sees nothing. Gradients flow
+        through both, to the query, the sinks, the scales and a cache in floating point.
 
     Raises:
         ValueError: the arguments do not fit each other.

@@ -34,12 +34,11 @@ _SMALL = _decode()
 WORKLOADS = (
     Workload("plain", _SMALL),
     Workload("without_the_axis_of_queries", _decode(queries=None, head_dim=40)),
-    Workload("several_queries", _decode(queries=3, head_dim=24)),
-    Workload("odd_lengths", _decode((1, 63, 127), head_dim=80, page_size=16)),
-    Workload("no_page", _decode(holes=((0, 0), (2, 4)))),
-    Workload("window", _decode(queries=2) | {"sliding_window": 6}),
+    Workload("several_queries", _decode(queries=3, head_dim=24) | {"sliding_window": 6}),
+    Workload(
+        "odd_lengths", _decode((1, 63, 127), head_dim=80, page_size=16, holes=((1, 0), (2, 4)))
+    ),
     Workload("heads_first", _decode(layout="HND") | {"kv_layout": "HND"}),
-    Workload("heads_before_pages", _decode(layout="HNPD") | {"kv_layout": "HNPD"}),
     Workload(
         "all_at_once",
         _decode(heads=8)

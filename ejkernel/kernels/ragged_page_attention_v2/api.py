@@ -57,13 +57,13 @@ def ragged_page_attention_v2(
     """Ragged attention over a cache whose pages hold keys and values together.
 
     The meaning is that of `ragged_page_attention_v3` with `key_pages = kv_pages[:, :, 0::2]` and
-    `value_pages = kv_pages[:, :, 1::2]`, for the first `num_seqs` sequences; the cache is not copied.
-    Rows of `query` from `query_start_loc[num_seqs]` on give exactly 0.
+    `value_pages = kv_pages[:, :, 1::2]`, for the first `num_seqs` sequences; the cache is not
+    copied. Rows of `query` from `query_start_loc[num_seqs]` on give exactly 0.
 
     Args:
         query: `[tokens, heads, head_dim]`, the queries of all sequences one after the other.
-        kv_pages: `[pages, page_size, 2 * kv_heads, head_dim]`: even heads are keys, odd ones values.
-            In float32, bfloat16, float16, float64, int8, float8_e4m3fn or float8_e5m2.
+        kv_pages: `[pages, page_size, 2 * kv_heads, head_dim]`: even heads are keys, odd ones
+            values. In float32, bfloat16, float16, float64, int8, float8_e4m3fn or float8_e5m2.
         context_lens: `[sequences]`, how many tokens each has, those of the queries included.
         block_tables: `[sequences, pages_per_sequence]`; -1 is no page, and its positions are not
             seen. Entries past the length are not looked at.
@@ -85,9 +85,9 @@ def ragged_page_attention_v2(
         out_specs: the spec of the output; it follows from `in_specs`.
 
     Returns:
-        The output `[tokens, heads, head_dim]` in the dtype of the query. With `return_lse` a pair of
-        it and the natural logarithm of the sum of exponentials, `[tokens, heads]` in float32: of the
-        visible keys, without the sinks, -inf for a query that sees nothing.
+        The output `[tokens, heads, head_dim]` in the dtype of the query. With `return_lse` a pair
+        of it and the natural logarithm of the sum of exponentials, `[tokens, heads]` in float32: of
+        the visible keys, without the sinks, -inf for a query that sees nothing.
 
     Raises:
         ValueError: the arguments do not fit each other.

@@ -30,14 +30,13 @@ def _combined(
 
 WORKLOADS = (
     Workload("plain", _combined()),
-    Workload("heads_of_their_own", _combined(head_dim=40, kv_heads=4)),
-    Workload("fewer_sequences", _combined() | {"num_seqs": value(lambda: jnp.int32(4))}),
-    Workload("heads_first", _combined(layout="HND") | {"kv_layout": "HND"}),
+    Workload("fewer_sequences", _combined(40, 4) | {"num_seqs": value(lambda: jnp.int32(4))}),
     Workload("heads_before_pages", _combined(layout="HNPD") | {"kv_layout": "HNPD"}),
     Workload(
         "all_at_once",
         _combined(padding=3)
         | {
+            "kv_layout": "HND",
             "softmax_aux": normal(4, 1),
             "sliding_window": 11,
             "logits_soft_cap": 3.0,

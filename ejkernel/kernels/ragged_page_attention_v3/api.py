@@ -10,6 +10,7 @@ from jax.typing import ArrayLike
 
 from ejkernel.kernels.common import paged_arguments as arguments
 from ejkernel.kernels.common.arguments import as_array
+from ejkernel.kernels.common.attention import sinks_per_head
 from ejkernel.kernels.common.paged_arguments import Cache, Options, Sequences
 from ejkernel.kernels.ragged_page_attention_v3 import OP
 from ejkernel.kernels.ragged_page_attention_v3.config import RaggedPageAttentionv3Config
@@ -55,8 +56,8 @@ def ragged_page_attention_v3(
         logits = soft_cap(softmax_scale * query @ (k_scale * key).T)
         output = exp(logits) / (sum(exp(logits)) + sum(exp(softmax_aux))) @ (v_scale * value)
 
-    with `soft_cap(x) = logits_soft_cap * tanh(x / logits_soft_cap)`. A query that sees nothing, and a
-    row of `query` that belongs to no sequence, gives exactly 0. Slots that no query sees may hold
+    with `soft_cap(x) = logits_soft_cap * tanh(x / logits_soft_cap)`. A query that sees nothing, and
+    a row of `query` that belongs to no sequence, gives exactly 0. Slots that no query sees may hold
     anything. Time and memory follow the lengths, not the sizes of the table and the cache.
 
     Args:
@@ -84,10 +85,10 @@ def ragged_page_attention_v3(
         out_specs: the spec of the output; it follows from `in_specs`.
 
     Returns:
-        The output `[tokens, heads, value_dim]` in the dtype of the query. With `return_lse` a pair of
-        it and the natural logarithm of the sum of exponentials, `[tokens, heads]` in float32: of the
-        visible keys, without the sinks, -inf for a query that sees nothing. Gradients flow through
-        both, to the query, the sinks, the scales and a cache in floating point.
+        The output `[tokens, heads, value_dim]` in the dtype of the query. With `return_lse` a pair
+        of it and the natural logarithm of the sum of exponentials, `[tokens, heads]` in float32: of
+        the visible keys, without the sinks, -inf for a query that sees nothing. Gradients flow
+        through both, to the query, the sinks, the scales and a cache in floating point.
 
     Raises:
         ValueError: the arguments do not fit each other.
@@ -180,7 +181,7 @@ def attend(
         cache.keys,
         cache.values,
         *sequences,
-        sinks=arguments.sinks(op.name, options.softmax_aux, heads),
+        sinks=sinks_per_head(op.name, options.softmax_aux, heads),
         k_scale=arguments.scale(op.name, "k_scale", options.k_scale, cache.kv_heads),
         v_scale=arguments.scale(op.name, "v_scale", options.v_scale, cache.kv_heads),
     )

@@ -1,8 +1,9 @@
 """What a call over pages carries below its API: arrays, static arguments, results.
 
-`b` rows of packed queries, each with `s` sequences of its own; `j` entries of a page table; the cache
-has `p` pages of `c` slots. A ragged call is one row of many sequences, a batch of decoding sequences is
-many rows of one. So the batch can be split over a mesh and grow under vmap while the cache is shared.
+`b` rows of packed queries, each with `s` sequences of its own; `j` entries of a page table; the
+cache has `p` pages of `c` slots. A ragged call is one row of many sequences, a batch of decoding
+sequences is many rows of one. So the batch can be split over a mesh and grow under vmap while the
+cache is shared.
 """
 
 import dataclasses
@@ -11,6 +12,7 @@ from typing import ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Num
 
 from ejkernel.kernels.common.paged import cache_axes
@@ -23,8 +25,8 @@ from ejkernel.kernels.ragged_page_attention_v3.config import (
 class Inputs(NamedTuple):
     """The arrays of a call; gradients and partition specs come in the same shape.
 
-    Sequence `s` of a row holds `query_lens` queries from `query_starts` on; they are the last of its
-    `kv_lens` tokens, and position `i` lies in slot `i % c` of page `page_indices[i // c]`.
+    Sequence `s` of a row holds `query_lens` queries from `query_starts` on; they are the last of
+    its `kv_lens` tokens, and position `i` lies in slot `i % c` of page `page_indices[i // c]`.
     """
 
     query: Float[Array, "b t n h"]
@@ -80,8 +82,8 @@ class Outputs(NamedTuple):
 
     Attributes:
         out: the attention output, in the dtype of the query; 0 for a query of no sequence.
-        lse: the natural log-sum-exp of the logits of the visible keys, sinks not counted, in float32
-            (float64 for float64 inputs); -inf for a query that sees nothing.
+        lse: the natural log-sum-exp of the logits of the visible keys, sinks not counted, in
+            float32 (float64 for float64 inputs); -inf for a query that sees nothing.
     """
 
     out: Float[Array, "b t n v"]
@@ -113,7 +115,7 @@ def sample(inputs: Inputs, drawn: Inputs, spec: Spec) -> Inputs:
         "kv_lens": np.full((b, s), j * slots, np.int32),
         "page_indices": np.arange(b * s * j, dtype=np.int32).reshape(b, s, j) % pages,
     }
-    unknown = (jax.core.Tracer, jax.ShapeDtypeStruct)
+    unknown = (Tracer, jax.ShapeDtypeStruct)
     return drawn._replace(
         **{
             name: jnp.asarray(value)

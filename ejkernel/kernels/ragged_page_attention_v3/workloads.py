@@ -8,7 +8,7 @@ from ejkernel.kernels.common.paged import LAYOUTS
 from ejkernel.kernels.ragged_page_attention_v3.config import RaggedPageAttentionv3Config
 from ejkernel.ops.workload import Draw, Workload, normal, value
 
-# New tokens and tokens in all of five sequences: decoding, prefilling, empty, alone, prefilled in part.
+# New tokens and tokens in all: decoding, prefilling, empty, prefilling, prefilling the second part.
 QUERIES, LENGTHS = (1, 9, 0, 3, 5), (13, 9, 0, 3, 22)
 
 
@@ -67,22 +67,20 @@ _SMALL = ragged()
 
 WORKLOADS = (
     Workload("plain", _SMALL),
-    Workload("one_head_for_all", ragged(kv_heads=1, head_dim=40)),
-    Workload("heads_of_their_own", ragged(kv_heads=4, head_dim=60)),
-    Workload("value_dim", ragged(head_dim=24, value_dim=80)),
-    Workload("wide_heads", ragged((1, 3), (30, 12), head_dim=192, page_size=8)),
-    Workload("odd_lengths", ragged((63, 1), (63, 127), head_dim=96, page_size=16)),
-    Workload("one_token", ragged((1,), (1,), page_size=1)),
-    Workload("decode", ragged((1,) * 4, (7, 1, 31, 16), head_dim=80)),
-    Workload("padding", ragged(padding=7)),
-    Workload("no_page", ragged(holes=((0, 1), (4, 0), (4, 5)))),
+    Workload("one_head_for_all", ragged(kv_heads=1, head_dim=40, holes=((0, 1), (4, 0), (4, 5)))),
+    Workload("heads_of_their_own", ragged(kv_heads=4, head_dim=60) | {"softmax_aux": normal(3)}),
+    Workload("value_dim", ragged(head_dim=24, value_dim=80) | {"softmax_scale": 0.7}),
+    Workload(
+        "odd_lengths",
+        ragged((63, 1), (63, 127), head_dim=96, page_size=16) | {"sliding_window": 50},
+    ),
+    Workload("decode", ragged((1,) * 3, (30, 1, 9), head_dim=192, page_size=1)),
     Workload("more_queries_than_tokens", ragged((4, 2), (2, 5))),
-    Workload("scale", _SMALL | {"softmax_scale": 0.7}),
     Workload("window", _SMALL | {"sliding_window": 5}),
-    Workload("window_of_one", ragged((1, 6), (20, 6)) | {"sliding_window": 1}),
-    Workload("soft_cap", _SMALL | {"logits_soft_cap": 2.0}),
-    Workload("sinks", _SMALL | {"softmax_aux": normal(3)}),
-    Workload("sinks_heads", ragged(padding=2) | {"softmax_aux": normal(4, 2)}),
+    Workload(
+        "sinks_heads",
+        ragged(padding=7) | {"softmax_aux": normal(4, 2), "logits_soft_cap": 2.0},
+    ),
     Workload("heads_first", ragged(layout="HND") | {"kv_layout": "HND"}),
     Workload("heads_before_pages", ragged(layout="HNPD", value_dim=8) | {"kv_layout": "HNPD"}),
     Workload("scales", _SMALL | {"k_scale": value(lambda: jnp.float32(0.3)), "v_scale": 1.5}),

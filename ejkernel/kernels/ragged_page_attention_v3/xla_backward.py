@@ -85,8 +85,11 @@ def backward(
         k_scale=None if inputs.k_scale is None else d_k_scale * spec.softmax_scale,
         v_scale=None if inputs.v_scale is None else d_v_scale,
     )
-    return gradients._make(
-        None if d is None else d.astype(x.dtype) for d, x in zip(gradients, inputs, strict=True)
+    return jax.tree.map(
+        lambda d, x: None if d is None else d.astype(x.dtype),
+        gradients,
+        inputs,
+        is_leaf=lambda x: x is None,
     )
 
 

@@ -1,8 +1,8 @@
 """How a call over pages is cut: tiles of queries of one sequence, blocks of its pages.
 
-Both loops run as far as the real lengths reach. A sequence that decodes, with one query, is a tile of
-its own; longer ones are cut into tiles of a fixed size. The query heads that share a key head stand
-below each other as rows of one matrix, so keys are never repeated.
+Both loops run as far as the real lengths reach. A sequence that decodes, with one query, is a tile
+of its own; longer ones are cut into tiles of a fixed size. The query heads that share a key head
+stand below each other as rows of one matrix, so keys are never repeated.
 
     tile of queries  [k, size * group, h]
     block of keys    [k, block, h]
@@ -49,9 +49,9 @@ class Tiles:
 
     def __init__(self, inputs: Inputs, spec: Spec, queries: int | None, pages: int | None):
         self.inputs, self.spec = inputs, spec
-        combined = inputs.value_pages is None
-        self.axes = cache_axes(spec.kv_layout, combined)
-        self.caches = (inputs.key_pages, inputs.key_pages if combined else inputs.value_pages)
+        values = inputs.value_pages
+        self.axes = cache_axes(spec.kv_layout, combined=values is None)
+        self.caches = (inputs.key_pages, inputs.key_pages if values is None else values)
         size = {letter: inputs.key_pages.shape[i] for i, letter in enumerate(self.axes)}
         self.cache_pages, self.page_size, self.kv_heads = size["p"], size["c"], size["k"]
         b, t, heads, self.head_dim = inputs.query.shape
@@ -199,5 +199,6 @@ class Tiles:
 
 def matmul(equation: str, left: jax.Array, right: jax.Array, dtype: Any) -> jax.Array:
     """`einsum` accumulated in `dtype`, exact where the user has not asked for less."""
-    precision = lax.Precision.HIGHEST if jax.config.jax_default_matmul_precision is None else None
+    chosen = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+    precision = lax.Precision.HIGHEST if chosen is None else None
     return jnp.einsum(equation, left, right, precision=precision, preferred_element_type=dtype)

@@ -10,6 +10,7 @@ from jax.typing import ArrayLike
 
 from ejkernel.kernels.common import paged_arguments as arguments
 from ejkernel.kernels.common.arguments import as_array
+from ejkernel.kernels.common.attention import sinks_per_head
 from ejkernel.kernels.common.paged import cache_axes
 from ejkernel.kernels.common.paged_arguments import Cache, Options, Sequences
 from ejkernel.kernels.ragged_page_attention_v3.api import (
@@ -66,12 +67,11 @@ def ragged_page_attention_v3_update(
     `ragged_page_attention_v3`, on the cache as it is now. No other slot changes by a bit. A token
     whose page is -1, or that belongs to no sequence, is not written.
 
-    The cache holds `key / k_scale` and `value / v_scale` in its own dtype: int8 rounded to the nearest
-    integer, int8 and 8-bit floats saturated. Attention reads them back as later calls will.
+    The cache holds `key / k_scale` and `value / v_scale` in its own dtype: int8 rounded to the
+    nearest integer, int8 and 8-bit floats saturated. Attention reads them back as later calls will.
 
-    Under `jax.jit` with the cache donated, the tokens are written in place:
-
-        step = jax.jit(ragged_page_attention_v3_update, donate_argnames=("key_pages", "value_pages"))
+    Under `jax.jit` with `donate_argnames=("key_pages", "value_pages")` the tokens are written in
+    place; a cache that is not donated is copied.
 
     Args:
         query: `[tokens, heads, head_dim]`, the queries of all sequences one after the other.
@@ -100,9 +100,10 @@ def ragged_page_attention_v3_update(
         out_specs: the specs of the results; they follow from `in_specs`.
 
     Returns:
-        `(output, key_pages, value_pages)`, with `return_lse` `(output, lse, key_pages, value_pages)`;
-        output and lse as those of `ragged_page_attention_v3`. Gradients flow through all of them, to
-        everything but a cache of integers and what is written into one.
+        `(output, key_pages, value_pages)`, with `return_lse`
+        `(output, lse, key_pages, value_pages)`; output and lse as those of
+        `ragged_page_attention_v3`. Gradients flow through all of them, to everything but a cache of
+        integers and what is written into one.
 
     Raises:
         ValueError: the arguments do not fit each other.
@@ -129,7 +130,7 @@ def ragged_page_attention_v3_update(
     arguments.check_query(name, query, (3,), "[tokens, heads, head_dim]")
     arrays = {"key_pages": key_pages, "value_pages": value_pages}
     cache = arguments.cache(name, query, kv_layout, arrays)
-    key, value = _tokens(name, query, key, value, cache)
+    new_key, new_value = _tokens(name, query, key, value, cache)
     sequences = ragged_sequences(name, query, cu_seqlens_q, cu_seqlens_k, page_indices)
     _check_new(name, sequences)
     options = Options(
@@ -140,12 +141,12 @@ def ragged_page_attention_v3_update(
     arguments.check_sequences(name, sequences, cache, spec.sliding_window, names)
     inputs = LAYOUTS[kv_layout][0](
         query[None],
-        key[None],
-        value[None],
+        new_key[None],
+        new_value[None],
         cache.keys,
         cache.values,
         *sequences,
-        sinks=arguments.sinks(name, softmax_aux, query.shape[1]),
+        sinks=sinks_per_head(name, softmax_aux, query.shape[1]),
         k_scale=arguments.scale(name, "k_scale", k_scale, cache.kv_heads),
         v_scale=arguments.scale(name, "v_scale", v_scale, cache.kv_heads),
     )

@@ -30,9 +30,8 @@ def _update(
 
 WORKLOADS = (
     Workload("plain", _update()),
-    Workload("decode", _update((1,) * 4, (7, 1, 31, 16), head_dim=40)),
-    Workload("padding", _update(padding=4, value_dim=24)),
-    Workload("no_page", _update(holes=((0, 3), (4, 0), (4, 5)))),
+    Workload("decode", _update((1,) * 4, (7, 1, 31, 16), head_dim=40, value_dim=24)),
+    Workload("no_page", _update(padding=4, holes=((0, 3), (4, 0), (4, 5)))),
     Workload("heads_first", _update(layout="HND") | {"kv_layout": "HND"}),
     Workload("heads_before_pages", _update(layout="HNPD") | {"kv_layout": "HNPD"}),
     Workload(

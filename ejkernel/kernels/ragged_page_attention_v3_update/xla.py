@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from ejkernel.kernels.common.paged import cache_axes, read_tokens, stored, write_tokens
 from ejkernel.kernels.ragged_page_attention_v3 import inputs as reading
-from ejkernel.kernels.ragged_page_attention_v3.xla import IMPLEMENTATION as READING
+from ejkernel.kernels.ragged_page_attention_v3 import xla as attention
 from ejkernel.kernels.ragged_page_attention_v3_update.inputs import (
     LAYOUTS,
     Inputs,
@@ -36,7 +36,7 @@ class _Place(NamedTuple):
 def forward(inputs: Inputs, spec: Spec, params: Any) -> tuple[Outputs, Residuals]:
     """Outputs, and the residuals among them."""
     pages = _written(inputs, spec)
-    results, _ = READING.forward.run(reading_inputs(inputs, spec, *pages), spec, params)
+    results, _ = attention.forward(reading_inputs(inputs, spec, *pages), spec, params)
     _, outputs = LAYOUTS[spec.kv_layout]
     return outputs(*results, *pages), Residuals(*results)
 
@@ -47,7 +47,7 @@ def backward(
     """Gradients, shaped like the inputs; what goes through an integer cache has none."""
     call = reading_inputs(inputs, spec, *_written(inputs, spec))
     saved, along = reading.Outputs(*residuals), reading.Outputs(d_outputs.out, d_outputs.lse)
-    gradients = READING.backward.run(call, saved, along, spec, params)
+    gradients = attention.backward(call, saved, along, spec, params)
     d_inputs = inputs._replace(
         **{name: getattr(gradients, name) for name in gradients._fields}, key=None, value=None
     )
@@ -60,7 +60,7 @@ def backward(
     ):
         given = getattr(inputs, scale)
         d_cache = getattr(gradients, cache) + getattr(d_outputs, cache)
-        new, pull_back = jax.vjp(
+        _, pull_back = jax.vjp(
             lambda x, s, cache=cache: stored(x, s, getattr(inputs, cache).dtype),
             _flat(getattr(inputs, tokens)),
             given,

@@ -19,6 +19,7 @@ from ejkernel.kernels.flash_attention import xla, xla_backward, xla_forward
 from ejkernel.kernels.ring_attention.inputs import Inputs, Outputs, Spec
 from ejkernel.ops.config import BwdParams, FwdParams
 from ejkernel.ops.implementation import Implementation, Pass
+from ejkernel.ops.meshes import varying_axes
 from ejkernel.ops.platform import Device
 from ejkernel.types.rules import Everything
 
@@ -36,7 +37,7 @@ class _Ring(NamedTuple):
         return lax.rem(self.here - hop + self.size, self.size)
 
     def hop_inputs(self, hop: Any, key: jax.Array, value: jax.Array) -> flash.Inputs:
-        """The attention of our queries to the keys that are here."""
+        """The attention of our queries to the keys that are here, its results in float32."""
         t, s = self.inputs.query.shape[1], key.shape[1]
         bias, rule = self.inputs.bias, self.inputs.mask or Everything()
         if self.size > 1:
@@ -44,7 +45,13 @@ class _Ring(NamedTuple):
             rule = rule.slice(self.here * t, t, source * s, s)
             if bias is not None and bias.shape[3] > 1:
                 bias = lax.dynamic_slice_in_dim(bias, source * s, s, axis=3)
-        return flash.Inputs(self.inputs.query, key, value, bias=bias, mask=rule)
+        wide = (x.astype(self.dtype) for x in (self.inputs.query, key, value))
+        return flash.Inputs(*wide, bias=bias, mask=rule)
+
+    @property
+    def dtype(self) -> Any:
+        """In which parts are computed and merged, whatever travels."""
+        return jnp.promote_types(self.inputs.query.dtype, jnp.float32)
 
     def pass_on(self, tree: Any) -> Any:
         """What our neighbour had."""
@@ -61,11 +68,9 @@ class _Ring(NamedTuple):
 
     def varying(self, x: jax.Array) -> jax.Array:
         """A constant that a loop over hops may carry: different on every device it runs on."""
-        axes = frozenset().union(
-            *(getattr(jax.typeof(leaf), "vma", ()) for leaf in jax.tree.leaves(self.inputs))
-        )
-        missing = tuple(axes - getattr(jax.typeof(x), "vma", frozenset()))
-        return lax.pcast(x, missing, to="varying") if missing else x
+        leaves = (*jax.tree.leaves(self.inputs), jnp.asarray(self.here))
+        missing = frozenset().union(*map(varying_axes, leaves)) - varying_axes(x)
+        return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
 
 def _ring(inputs: Inputs, spec: Spec) -> _Ring:
@@ -77,18 +82,14 @@ def _ring(inputs: Inputs, spec: Spec) -> _Ring:
 def forward(inputs: Inputs, spec: Spec, params: FwdParams) -> tuple[Outputs, Outputs]:
     """Outputs, which are also the residuals."""
     ring = _ring(inputs, spec)
-    dtype = jnp.promote_types(inputs.query.dtype, jnp.float32)
+    dtype = ring.dtype
     b, t, n, _ = inputs.query.shape
 
     def step(hop: Any, carry: tuple) -> tuple:
         out, lse, key, value = carry
         ahead = ring.pass_on((key, value))
-        part = xla_forward.forward(
-            ring.hop_inputs(hop, key, value),
-            _hop_spec(spec),
-            *_blocks(params),
-            out_dtype=dtype,
-        )
+        hop_inputs = ring.hop_inputs(hop, key, value)
+        part = xla_forward.forward(hop_inputs, _hop_spec(spec), *_blocks(params))
         out, lse = _merged(out, lse, part.out, part.lse)
         return out, lse, *ahead
 
@@ -124,7 +125,7 @@ def backward(
 ) -> Inputs:
     """Gradients, shaped like the inputs."""
     ring = _ring(inputs, spec)
-    dtype = jnp.promote_types(inputs.query.dtype, jnp.float32)
+    dtype = ring.dtype
     like = lambda x: None if x is None else ring.varying(jnp.zeros(x.shape, dtype))
     add = lambda total, more: None if total is None else total + more
 
@@ -133,7 +134,7 @@ def backward(
         ahead = ring.pass_on((key, value))
         hop_inputs = ring.hop_inputs(hop, key, value)._replace(sinks=inputs.sinks)
         part = xla_backward.backward(
-            hop_inputs, residuals, d_outputs, _hop_spec(spec), *_blocks(params), out_dtype=dtype
+            hop_inputs, residuals, d_outputs, _hop_spec(spec), *_blocks(params)
         )
         d_bias = _add_columns(d_bias, part.bias, ring.source(hop))
         home = ring.pass_on((d_key + part.key, d_value + part.value))
