@@ -2,8 +2,8 @@
 
 | variable | meaning | default |
 |---|---|---|
-| `EJKERNEL_AUTOTUNE_POLICY` | `autotune` or `heuristics`: what happens when no configuration is known | by device |
-| `EJKERNEL_AUTOTUNE_PROGRESS` | `1` shows a line per candidate while tuning, `0` stays silent | on a terminal |
+| `EJKERNEL_AUTOTUNE_POLICY` | `autotune` or `heuristics`, for unknown calls | by device |
+| `EJKERNEL_AUTOTUNE_PROGRESS` | `1` shows a line per candidate, `0` none | on a terminal |
 | `EJKERNEL_CACHE_DIR` | directory of the tuned configurations | the user's cache directory |
 | `EJKERNEL_INTERPRET` | `1` lets Pallas and Triton kernels run in their interpreters | `0` |
 | `EJKERNEL_MASK_DEBUG` | `1` prints a line for each access to a `MaskInfo` | `0` |
@@ -13,10 +13,13 @@
 import contextlib
 import contextvars
 import os
-from collections.abc import Iterator
+import types
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-_OVERRIDES: contextvars.ContextVar[dict[str, str]] = contextvars.ContextVar("overrides", default={})
+_OVERRIDES: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar(
+    "overrides", default=types.MappingProxyType({})
+)
 
 
 def _read(name: str) -> str | None:
@@ -42,7 +45,7 @@ def override(**values: str | bool | os.PathLike) -> Iterator[None]:
     }
     if unknown := [name for name in named if name not in (__doc__ or "")]:
         raise ValueError(f"settings: unknown setting {', '.join(unknown)}.")
-    token = _OVERRIDES.set(_OVERRIDES.get() | named)
+    token = _OVERRIDES.set({**_OVERRIDES.get(), **named})
     try:
         yield
     finally:
@@ -53,9 +56,7 @@ def autotune_policy() -> str | None:
     """`autotune`, `heuristics`, or None: let the device decide."""
     value = _read("EJKERNEL_AUTOTUNE_POLICY") or None
     if value not in (None, "autotune", "heuristics"):
-        raise ValueError(
-            f"EJKERNEL_AUTOTUNE_POLICY must be autotune or heuristics, got {value!r}."
-        )
+        raise ValueError(f"EJKERNEL_AUTOTUNE_POLICY must be autotune or heuristics, got {value!r}.")
     return value
 
 

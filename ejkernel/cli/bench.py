@@ -12,8 +12,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ejkernel.cli import figures, info
+from ejkernel.cli import figures, figures_grouped_matmul, figures_native_sparse, info
 from ejkernel.cli.measure import WrongResultError
+
+FIGURES = (
+    *figures.FIGURES,
+    *figures_grouped_matmul.FIGURES,
+    *figures_native_sparse.FIGURES,
+)
 
 
 def device() -> str:
@@ -68,13 +74,13 @@ def bench(
     ] = None,
 ) -> None:
     """Measure the figures of the README; a wrong result is reported instead of a figure."""
-    names = [figure.name for figure in figures.FIGURES]
+    names = [figure.name for figure in FIGURES]
     if unknown := sorted(set(only or ()) - set(names)):
         raise typer.BadParameter(f"no figure {', '.join(unknown)}; there are {', '.join(names)}.")
     console = Console()
     table = Table("figure", "measured", "asked for", "", title=device())
     outcomes, wrong = [], []
-    for figure in figures.FIGURES:
+    for figure in FIGURES:
         if only and figure.name not in only:
             continue
         with console.status(figure.what):

@@ -63,7 +63,7 @@ class Blocks(Rule):
 
     def _row_by_row(self, function: Callable[..., Any]) -> Any:
         """`function(mask, q_start, k_start)` of each batch row, where there are batch rows."""
-        values = (self.mask, self.q_start, self.k_start)
+        values: tuple[Any, Any, Any] = (self.mask, self.q_start, self.k_start)
         ranks = (3, 0, 0)
         axes = [
             0 if is_array(x) and x.ndim > rank and x.shape[0] > 1 else None

@@ -81,7 +81,7 @@ class TestBench:
     def figure(self, monkeypatch):
         def use(measured):
             one = figures.Figure("pace", "pace of the test", "x", "higher", 3, measured)
-            monkeypatch.setattr(figures, "FIGURES", (one,))
+            monkeypatch.setattr(bench, "FIGURES", (one,))
 
         return use
 

@@ -1,5 +1,6 @@
 """What the public call promises beyond the numbers that the conformance suite checks."""
 
+import itertools
 import re
 
 import jax
@@ -88,7 +89,7 @@ def test_packed_sequences_equal_a_loop_over_them(rank):
     assert out.ndim == rank
     assert lse.ndim == rank - 1
     out = out.reshape(1, 30, 4, 8)
-    for start, end in zip(cum[:-1], cum[1:], strict=True):
+    for start, end in itertools.pairwise(cum):
         if start != end:
             part = [x[:, start:end] for x in (q, k, v)]
             close(out[:, start:end], flash_attention(*part, causal=True))
@@ -209,7 +210,7 @@ def test_a_forced_platform_is_never_swapped():
     for platform in ("triton", "pallas", "cuda"):
         with pytest.raises(
             UnsupportedError,
-            match=f"flash_attention: platform='{platform}' cannot serve this call: .*can: xla",
+            match=rf"flash_attention: platform='{platform}' cannot serve this call: .*can: xla",
         ):
             flash_attention(Q, K, V, platform=platform)
 
@@ -221,7 +222,7 @@ def test_a_configuration_for_other_hardware_can_be_made_but_not_run():
         platform="triton",
         backend="gpu",
     )
-    with pytest.raises(UnsupportedError, match="cfg asks for the backend 'gpu'.*can serve.*xla"):
+    with pytest.raises(UnsupportedError, match=r"cfg asks for the backend 'gpu'.*can serve.*xla"):
         flash_attention(Q, K, V, cfg=config)
 
 
@@ -230,14 +231,18 @@ def test_three_specs_are_enough(heads):
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("dp", "tp"))
     q, k, v = arrays(heads=heads[0], kv_heads=heads[1])
     spec = P("dp", None, "tp", None)
-    extra = {"bias": jax.random.normal(jax.random.key(8), (8, 24, 24)), "softmax_aux": jnp.ones((8, 1)),
-             "mask_info": MaskInfo.from_segments(jnp.repeat(jnp.arange(2), 12)[None]),
-             "dropout_prob": 0.3, "causal": True}  # fmt: skip
+    extra = {
+        "bias": jax.random.normal(jax.random.key(8), (8, 24, 24)),
+        "softmax_aux": jnp.ones((8, 1)),
+        "mask_info": MaskInfo.from_segments(jnp.repeat(jnp.arange(2), 12)[None]),
+        "dropout_prob": 0.3,
+        "causal": True,
+    }
 
     def loss(q, k, v, bias, **kw):
         return (flash_attention(q, k, v, **(extra | {"bias": bias} | kw)) ** 2).sum()
 
-    sharding = dict(mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+    sharding = {"mesh": mesh, "in_specs": (spec,) * 3, "out_specs": spec}
     plain = jax.value_and_grad(lambda *a: loss(*a), argnums=(0, 1, 2, 3))
     split = jax.jit(jax.value_and_grad(lambda *a: loss(*a, **sharding), argnums=(0, 1, 2, 3)))
     jax.tree.map(close, split(q, k, v, extra["bias"]), plain(q, k, v, extra["bias"]))

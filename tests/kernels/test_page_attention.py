@@ -126,8 +126,9 @@ def test_the_layout_changes_nothing(layout, order):
     np.testing.assert_array_equal(out, page_attention(QUERY, KEYS, VALUES, LENGTHS, TABLE))
 
 
-def test_lists_and_wide_integers_are_accepted():
-    out = page_attention(QUERY, KEYS, VALUES, LENGTHS.tolist(), TABLE.astype(np.int64))
+def test_numpy_and_other_integers_are_accepted():
+    arrays = [np.asarray(x) for x in (QUERY, KEYS, VALUES)]
+    out = page_attention(*arrays, LENGTHS.astype(np.uint8), TABLE.astype(np.int64))
     np.testing.assert_array_equal(out, page_attention(QUERY, KEYS, VALUES, LENGTHS, TABLE))
 
 
@@ -166,9 +167,7 @@ def test_a_cache_of_few_bits_is_read_as_what_it_stands_for(dtype):
         )
     )
     wide = [x.astype(jnp.float32) for x in (keys, values)]
-    expected = page_attention(
-        QUERY, wide[0] * k_scale[:, None], wide[1] * v_scale, LENGTHS, TABLE
-    )
+    expected = page_attention(QUERY, wide[0] * k_scale[:, None], wide[1] * v_scale, LENGTHS, TABLE)
     close(run(k_scale, v_scale), expected)
 
 
@@ -189,9 +188,7 @@ def test_unused_slots_never_leak():
     clean, pull_back = jax.vjp(run, KEYS, VALUES)
     dirty, pull_back_dirty = jax.vjp(run, poisoned(KEYS), poisoned(VALUES))
     along = jax.tree.map(jnp.ones_like, clean)
-    for a, b in zip(
-        (*clean, *pull_back(along)), (*dirty, *pull_back_dirty(along)), strict=True
-    ):
+    for a, b in zip((*clean, *pull_back(along)), (*dirty, *pull_back_dirty(along)), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
@@ -303,12 +300,13 @@ def test_vmap_shares_the_cache():
         ({"context_lens": np.array([1, -5, 12])}, "context_lens must not be negative, got -5"),
         ({"context_lens": np.array([1, 5, 13])}, "at most 12, 3 pages of 4, got 13"),
         ({"block_tables": TABLE[0]}, r"block_tables must be integers \[3, max_blocks\]"),
-        ({"block_tables": TABLE + 1}, "page ids below 12, or -1 for no page, got 12"),
-        ({"block_tables": TABLE - 3}, "or -1 for no page, got -2"),
-        ({"softmax_aux": jnp.ones((3, 1))}, r"softmax_aux must be floating point \[sinks\] or \[4,"),
-        ({"softmax_scale": "big"}, "softmax_scale must be a number known at trace time"),
+        ({"block_tables": TABLE + 3}, "page ids below 12, or -1 for no page, got 12"),
+        ({"block_tables": TABLE - 4}, "or -1 for no page, got -4"),
+        (
+            {"softmax_aux": jnp.ones((3, 1))},
+            r"softmax_aux must be floating point \[sinks\] or \[4,",
+        ),
         ({"sliding_window": 0}, "sliding_window must be positive, got 0"),
-        ({"sliding_window": (3, 0)}, r"sliding_window must be an int, got \(3, 0\)"),
         ({"logits_soft_cap": 0.0}, "logits_soft_cap must be positive"),
         ({"k_scale": jnp.ones(3)}, r"k_scale must be floating point, one number or \[2\]"),
         ({"v_scale": 2}, r"v_scale must be floating point"),

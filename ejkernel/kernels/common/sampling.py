@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from ejkernel.types.rules import And, KeyLength, Or, QueryLength, Rule
 
@@ -24,4 +25,4 @@ def visible(rule: Rule, drawn: Rule) -> Rule:
 
 
 def _unknown(x: Any) -> bool:
-    return isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct)
+    return isinstance(x, Tracer | jax.ShapeDtypeStruct)

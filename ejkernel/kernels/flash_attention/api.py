@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import ArrayLike
 
@@ -167,8 +166,8 @@ def _dropout(op: str, probability: float, seed: Any, extent: Extent) -> Dropout 
         )
     return Dropout(
         seed,
-        np.arange(extent.batch, dtype=np.int32),
-        np.arange(extent.heads, dtype=np.int32),
+        jnp.arange(extent.batch, dtype=jnp.int32),
+        jnp.arange(extent.heads, dtype=jnp.int32),
     )
 
 

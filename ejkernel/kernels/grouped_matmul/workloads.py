@@ -29,7 +29,7 @@ def _moe(rows: int, k: int, n: int, experts: int) -> dict[str, Draw]:
 _TRAIN, _DECODE = frozenset({"tune", "train"}), frozenset({"tune", "decode"})
 
 WORKLOADS = (
-    Workload("ids", _matrices(127, 40, 96) | _ids(127)),
+    Workload("ids", _matrices(127, 40, 96) | _ids(127)).core(),
     Workload("sizes", _matrices() | _sizes(17, 0, 40, 1, 30, 8)),
     Workload("one_group", _matrices(63, 60, 80, 1) | _sizes(63)),
     Workload("one_row", _matrices(1) | _ids(1)),
@@ -49,7 +49,7 @@ WORKLOADS = (
         _matrices(weights=3)
         | _sizes(17, 3, 40, 1, 20, 8)
         | {"group_offset": value(lambda: jnp.int32(3))},
-    ),
+    ).core(),
     Workload(
         "existing",
         _matrices(weights=3)
@@ -61,7 +61,7 @@ WORKLOADS = (
         _matrices(weights=2)
         | _sizes(17, 3, 40, 1, 20, 8)
         | {"group_offset": value(lambda: jnp.array([2])), "existing_out": normal(96, 40)},
-    ),
+    ).core(),
     Workload("mixtral_8x7b_up", _moe(8192, 4096, 14336, 8), _TRAIN),
     Workload("mixtral_8x7b_down", _moe(8192, 14336, 4096, 8), _TRAIN),
     Workload("deepseek_v3_up", _moe(32768, 7168, 2048, 256), _TRAIN),

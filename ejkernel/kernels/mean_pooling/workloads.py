@@ -18,9 +18,11 @@ def _lengths(length: int, *valid: int) -> Draw:
 WORKLOADS = (
     Workload("plain", {"x": normal(2, 63, 40)}),
     Workload("one_token", {"x": normal(2, 1, 60)}),
-    Workload("mask", {"x": normal(4, 127, 16), "attention_mask": boolean(4, 127, chance=0.7)}),
+    Workload(
+        "mask", {"x": normal(4, 127, 16), "attention_mask": boolean(4, 127, chance=0.7)}
+    ).core(),
     Workload("padding", {"x": normal(4, 48, 96), "attention_mask": _lengths(48, 48, 17, 0, 1)}),
-    Workload("packed", {"x": normal(63, 80), "cu_seqlens": _packed(0, 17, 17, 40, 63)}),
+    Workload("packed", {"x": normal(63, 80), "cu_seqlens": _packed(0, 17, 17, 40, 63)}).core(),
     Workload("packed_one", {"x": normal(1, 1, 192), "cu_seqlens": _packed(0, 1)}),
     Workload("packed_past_the_end", {"x": normal(127, 24), "cu_seqlens": _packed(0, 1, 100)}),
     Workload(

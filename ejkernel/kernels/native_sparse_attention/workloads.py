@@ -40,7 +40,7 @@ _PACKED = _attention(batch=1, length=60) | {
 _GATES = {name: _gate(2, 48, 4) for name in ("g_cmp", "g_slc", "g_swa")}
 
 WORKLOADS = (
-    Workload("plain", _SMALL | _LISTS),
+    Workload("plain", _SMALL | _LISTS).core(),
     Workload("chosen_here", _SMALL | {"block_counts": 3}),
     Workload("one_head_for_all", _attention(kv_heads=1) | {"block_size": 8, "block_counts": 4}),
     Workload(
@@ -79,14 +79,14 @@ WORKLOADS = (
     Workload("too_short_to_compress", _SMALL | {"block_size": 64, "g_cmp": _gate(2, 48, 4)}),
     Workload("window", _SMALL | _LISTS | {"sliding_window": 5}),
     Workload("gated_window", _SMALL | _LISTS | {"g_swa": _gate(2, 48, 4), "sliding_window": 20}),
-    Workload("all_branches", _SMALL | _GATES | {"block_counts": 3, "sliding_window": 7}),
+    Workload("all_branches", _SMALL | _GATES | {"block_counts": 3, "sliding_window": 7}).core(),
     Workload("packed", _PACKED | {"block_indices": _blocks(1, 60, 2, 3, of=4)}),
     Workload(
         "packed_all_branches",
         _PACKED
         | {name: _gate(1, 60, 4) for name in _GATES}
         | {"block_counts": 2, "sliding_window": 6},
-    ),
+    ).core(),
 )
 
 # Tiles small enough that the workloads above have several in a chunk, and several chunks.

@@ -34,7 +34,7 @@ _SMALL = _decode()
 WORKLOADS = (
     Workload("plain", _SMALL),
     Workload("without_the_axis_of_queries", _decode(queries=None, head_dim=40)),
-    Workload("several_queries", _decode(queries=3, head_dim=24) | {"sliding_window": 6}),
+    Workload("several_queries", _decode(queries=3, head_dim=24) | {"sliding_window": 6}).core(),
     Workload(
         "odd_lengths", _decode((1, 63, 127), head_dim=80, page_size=16, holes=((1, 0), (2, 4)))
     ),
@@ -51,7 +51,7 @@ WORKLOADS = (
             "k_scale": value(lambda: jnp.array([0.01, 0.02], jnp.float32)),
             "v_scale": 0.02,
         },
-    ),
+    ).core(),
 )
 
 CONFIGS = (PageAttentionConfig(pages_per_compute_block=2),)

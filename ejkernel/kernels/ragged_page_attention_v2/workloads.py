@@ -44,7 +44,7 @@ WORKLOADS = (
             "k_scale": value(lambda: jnp.array([0.01, 0.02], jnp.float32)),
             "v_scale": 0.02,
         },
-    ),
+    ).core(),
 )
 
 CONFIGS = (RaggedPageAttentionv2Config(num_kv_pages_per_block=2, num_queries_per_block=3),)

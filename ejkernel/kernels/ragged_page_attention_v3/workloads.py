@@ -74,7 +74,7 @@ WORKLOADS = (
         "odd_lengths",
         ragged((63, 1), (63, 127), head_dim=96, page_size=16) | {"sliding_window": 50},
     ),
-    Workload("decode", ragged((1,) * 3, (30, 1, 9), head_dim=192, page_size=1)),
+    Workload("decode", ragged((1,) * 3, (30, 1, 9), head_dim=192, page_size=1)).core(),
     Workload("more_queries_than_tokens", ragged((4, 2), (2, 5))),
     Workload("window", _SMALL | {"sliding_window": 5}),
     Workload(
@@ -93,7 +93,7 @@ WORKLOADS = (
             "k_scale": value(lambda: jnp.array([0.01, 0.02], jnp.float32)),
             "v_scale": value(lambda: jnp.array([0.02, 0.01], jnp.float32)),
         },
-    ),
+    ).core(),
     Workload(
         "all_at_once",
         ragged(padding=3, layout="HND", value_dim=24, holes=((4, 2),))
@@ -105,7 +105,7 @@ WORKLOADS = (
             "k_scale": value(lambda: jnp.array([0.5, 1.5], jnp.float32)),
             "v_scale": value(lambda: jnp.array([2.0, 0.7], jnp.float32)),
         },
-    ),
+    ).core(),
 )
 
 # Blocks small enough that the workloads above have several, full, partial and empty.

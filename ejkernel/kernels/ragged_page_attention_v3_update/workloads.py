@@ -44,7 +44,7 @@ WORKLOADS = (
             "k_scale": value(lambda: jnp.array([0.5, 1.5, 1.0, 0.8], jnp.float32)),
             "v_scale": 0.7,
         },
-    ),
+    ).core(),
 )
 
 CONFIGS = (RaggedPageAttentionv3UpdateConfig(num_kv_pages_per_block=2, num_queries_per_block=3),)

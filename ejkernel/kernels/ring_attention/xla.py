@@ -148,9 +148,18 @@ def backward(
         (*travelling, like(inputs.key), like(inputs.value)),
     )
     d_query, d_bias, d_sinks, (_, _, d_key, d_value) = ring.over_hops(step, start)
-    gradients = (d_query, d_key, d_value, d_bias, d_sinks)
-    pairs = zip(gradients, inputs[:5], strict=True)
-    return Inputs(*(None if d is None else d.astype(x.dtype) for d, x in pairs), mask=None)
+    return Inputs(
+        _like(d_query, inputs.query),
+        _like(d_key, inputs.key),
+        _like(d_value, inputs.value),
+        bias=_like(d_bias, inputs.bias),
+        sinks=_like(d_sinks, inputs.sinks),
+        mask=None,
+    )
+
+
+def _like(gradient: Any, x: Any) -> Any:
+    return None if gradient is None else gradient.astype(x.dtype)
 
 
 def _add_columns(total: jax.Array | None, part: Any, source: Any) -> jax.Array | None:
