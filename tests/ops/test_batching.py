@@ -83,3 +83,49 @@ def test_nested_maps_fold_twice():
     np.testing.assert_allclose(
         call(rows).out[1, 4], weighted(make()._replace(rows=rows[1, 4])).out, rtol=1e-6
     )
+
+
+class Optional(NamedTuple):
+    """Arrays that may have a batch axis or none."""
+
+    rows: Float[Array, "t"] | Float[Array, "b t"]
+    weight: Float[Array, "h"]
+    shift: Float[Array, "t"] | Float[Array, "b t"]
+
+
+class OptionalResult(NamedTuple):
+    out: Float[Array, "t"] | Float[Array, "b t"]
+
+
+def optional(pair):
+    return OptionalResult(pair.rows * pair.weight.sum() + pair.shift)
+
+
+def optional_sum(pair):
+    return Summed(pair.rows * jnp.ones(()) + pair.shift if pair.rows.ndim == 1 else pair.rows[0])
+
+
+@pytest.mark.parametrize("mapped", [(0, None, 0), (0, None, None), (None, None, 0), (0, 0, None)])
+@pytest.mark.parametrize("run", [optional, optional_sum])
+def test_a_call_without_a_batch_axis_gets_one(run, mapped):
+    """Unless an array that is mapped has no such form, or a result is not kept apart."""
+    draw = np.random.default_rng(0).standard_normal
+    shapes = [
+        (5, *shape) if axis == 0 else shape
+        for shape, axis in zip([(4,), (2,), (4,)], mapped, strict=True)
+    ]
+    pair = Optional(*(jnp.asarray(draw(shape), jnp.float32) for shape in shapes))
+    call = jax.vmap(lambda pair: over_batch(run, pair), in_axes=(Optional(*mapped),))
+    lifted = run is optional and mapped[1] is None
+    assert calls_made(call, pair) == (not lifted)
+    got = call(pair)[0]
+    for i in range(5):
+        one = Optional(*(x[i] if axis == 0 else x for x, axis in zip(pair, mapped, strict=True)))
+        np.testing.assert_allclose(got[i], run(one)[0], rtol=1e-6)
+
+
+def test_a_batch_axis_that_a_map_gave_folds_with_the_next():
+    pair = Optional(jnp.arange(24.0).reshape(2, 3, 4), jnp.ones(2), jnp.ones(4))
+    call = jax.vmap(jax.vmap(lambda rows: over_batch(optional, pair._replace(rows=rows))))
+    assert calls_made(call, pair.rows) == 0
+    np.testing.assert_allclose(call(pair.rows).out, pair.rows * 2 + 1)

@@ -12,15 +12,8 @@ from ejkernel.kernels.common.arguments import as_array, known_values
 from ejkernel.kernels.common.attention import bound_of_logits, scale_of_logits
 from ejkernel.kernels.common.paged import LAYOUTS
 
-_CACHE_DTYPES = (
-    "float32",
-    "bfloat16",
-    "float16",
-    "float64",
-    "int8",
-    "float8_e4m3fn",
-    "float8_e5m2",
-)
+_WIDE = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)
+_CACHE_DTYPES = [np.dtype(x) for x in (*_WIDE, jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2)]
 
 
 class Options(NamedTuple):
@@ -79,10 +72,9 @@ def cache(
             shape = ", ".join(names[letter] for letter in axes)
             shape = shape.replace("kv_heads", "2 * kv_heads") if combined else shape
             raise ValueError(f"{op}: {name} must have shape [{shape}], got {x.shape}.")
-        if x.dtype.name not in _CACHE_DTYPES:
-            raise ValueError(
-                f"{op}: {name} must be one of {', '.join(_CACHE_DTYPES)}, got {x.dtype}."
-            )
+        if x.dtype not in _CACHE_DTYPES:
+            known = ", ".join(map(str, _CACHE_DTYPES))
+            raise ValueError(f"{op}: {name} must be one of {known}, got {x.dtype}.")
     first, *rest = found
     keys = found[first]
     sizes = dict(zip(axes, keys.shape, strict=True))

@@ -26,8 +26,6 @@ from jax import lax
 
 # Stands for -inf, with which a sum of products with zeros would not be a number.
 _LEAST = -1e30
-# Tokens of a chunk, or of the parts of a longer one, whose pairs are taken all at once.
-_LEAF = 16
 
 
 def matmul(equation: str, left: jax.Array, right: jax.Array) -> jax.Array:
@@ -197,104 +195,11 @@ class Columnwise(Fading):
         return _sums(table.T, inside.reshape(inside.shape[0], -1, inside.shape[-1]))
 
 
-class Halved(Fading):
-    """A decay for every column of a longer chunk: its halves as lanes, and one matmul between them."""
-
-    def __init__(self, decays: jax.Array):
-        super().__init__(decays)
-        self.half = self.tokens // 2
-        self.parts = fading(self._apart(decays))
-
-    @functools.cached_property
-    def start(self) -> jax.Array:
-        lower, upper = self._halves(self.parts.start)
-        return jnp.concatenate([lower, upper * lower[:, -1:]], 1)
-
-    @functools.cached_property
-    def end(self) -> jax.Array:
-        lower, upper = self._halves(self.parts.end)
-        total = self._halves(self.parts.start)[1][:, -1:]
-        return jnp.concatenate([lower * total, upper], 1)
-
-    def scores(self, rows: jax.Array, columns: jax.Array) -> jax.Array:
-        lower, upper = self._halves(self.parts.scores(self._apart(rows), self._apart(columns)))
-        across = matmul("ltgd,lsd->ltgs", *self._across(rows, columns))
-        first = jnp.concatenate([lower, jnp.zeros_like(lower)], -1)
-        return jnp.concatenate([first, jnp.concatenate([across, upper], -1)], 1)
-
-    def spread(self, weights: jax.Array, columns: jax.Array) -> jax.Array:
-        inside, across = self._blocks(weights)
-        lower, upper = self._halves(self.parts.spread(inside, self._apart(columns)))
-        start, end = self._middle()
-        faded = self._halves(self._apart(columns))[0] * end
-        upper += matmul("ltgs,lsd->ltgd", across, faded) * start[:, :, None]
-        return jnp.concatenate([lower, upper], 1)
-
-    def gradients(self, weights: jax.Array, rows: jax.Array, columns: jax.Array) -> tuple:
-        inside, across = self._blocks(weights)
-        parts = self.parts.gradients(inside, self._apart(rows), self._apart(columns))
-        d_rows, d_columns = self._halves(parts[0]), self._halves(parts[1])
-        start, end = self._middle()
-        faded_rows, faded_columns = self._across(rows, columns)
-        d_faded_rows = matmul("ltgs,lsd->ltgd", across, faded_columns)
-        d_faded_columns = matmul("ltgs,ltgd->lsd", across, faded_rows)
-        d_upper = d_rows[1] + d_faded_rows * start[:, :, None]
-        d_lower = d_columns[0] + d_faded_columns * end
-        slopes = (_added(faded_rows * d_faded_rows, 2), faded_columns * d_faded_columns)
-        return (
-            jnp.concatenate([d_rows[0], d_upper], 1),
-            jnp.concatenate([d_lower, d_columns[1]], 1),
-            (parts[2], *slopes),
-        )
-
-    def slopes(self, inside: Any, outside: Slopes) -> jax.Array | None:
-        within, to_upper, to_lower = inside
-        start = self._halves(self._apart(outside.start))
-        end = self._halves(self._apart(outside.end))
-        total = jnp.stack([outside.total + start[1].sum(1), outside.total + end[0].sum(1)], 1)
-        halves = Slopes(
-            self._together(start[0], start[1] + to_upper),
-            self._together(end[0] + to_lower, end[1]),
-            total.reshape(-1, total.shape[-1]),
-        )
-        return self.parts.slopes(within, halves).reshape(self.decays.shape)
-
-    def _apart(self, x: jax.Array) -> jax.Array:
-        """[l, c, ...] -> [2 l, c / 2, ...]"""
-        return x.reshape(-1, self.half, *x.shape[2:])
-
-    def _halves(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """[2 l, c / 2, ...] -> the lower and the upper halves."""
-        x = x.reshape(-1, 2, *x.shape[1:])
-        return x[:, 0], x[:, 1]
-
-    def _together(self, lower: jax.Array, upper: jax.Array) -> jax.Array:
-        """The lower and the upper halves -> [2 l, c / 2, ...]"""
-        return jnp.stack([lower, upper], 1).reshape(-1, *lower.shape[1:])
-
-    def _middle(self) -> tuple[jax.Array, jax.Array]:
-        """The fades from the middle to the upper half, and from the lower half to the middle."""
-        return self._halves(self.parts.start)[1], self._halves(self.parts.end)[0]
-
-    def _across(self, rows: jax.Array, columns: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The rows of the upper half and the columns of the lower, faded to the middle."""
-        start, end = self._middle()
-        return rows[:, self.half :] * start[:, :, None], columns[:, : self.half] * end
-
-    def _blocks(self, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """[l, c, g, c] -> those within the halves, [2 l, c / 2, ..], and those across."""
-        half = self.half
-        within = (weights[:, :half, :, :half], weights[:, half:, :, half:])
-        return self._together(*within), weights[:, half:, :, :half]
-
-
 def fading(decays: jax.Array | None) -> Still:
     """How a chunk fades whose log decays are these, `[l, c, d]` or `[l, c, 1]`."""
     if decays is None:
         return Still()
-    if decays.shape[-1] == 1:
-        return Uniform(decays)
-    return Columnwise(decays) if decays.shape[1] <= _LEAF else Halved(decays)
+    return Uniform(decays) if decays.shape[-1] == 1 else Columnwise(decays)
 
 
 class _Tables(NamedTuple):

@@ -71,4 +71,4 @@ WORKLOADS = (
 )
 
 # Tiles small enough that the workloads above have several of every size.
-CONFIGS = (GroupedMatmulConfig(block_m=16), GroupedMatmulConfig(block_m=1))
+CONFIGS = (GroupedMatmulConfig(block_m=16),)

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any, ClassVar
 
+import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import ArrayLike
@@ -116,7 +117,7 @@ def page_attention(
     cache = arguments.cache(name, query, kv_layout, arrays)
     alone = query.ndim == 3
     if alone:
-        query = query[:, None]
+        query = jax.lax.expand_dims(query, (1,))
     batch, queries = query.shape[:2]
     lengths = arguments.integers(name, "context_lens", context_lens, f"[{batch}]", (1,))
     table = arguments.integers(name, "block_tables", block_tables, f"[{batch}, max_blocks]", (2,))

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -123,7 +124,8 @@ def ragged_page_attention_v2(
         ragged_out_specs(out_specs),
     )
     names = ("context_lens", "block_tables")
-    outputs = attend(OP, CombinedSpec, query[None], cache, sequences, options, request, names)
+    rows = jax.lax.expand_dims(query, (0,))
+    outputs = attend(OP, CombinedSpec, rows, cache, sequences, options, request, names)
     return ragged_results(outputs, return_lse)
 
 

@@ -125,7 +125,8 @@ def ragged_page_attention_v3(
         ragged_out_specs(out_specs),
     )
     names = ("cu_seqlens_k", "page_indices")
-    outputs = attend(OP, Spec, query[None], cache, sequences, options, request, names)
+    rows = jax.lax.expand_dims(query, (0,))
+    outputs = attend(OP, Spec, rows, cache, sequences, options, request, names)
     return ragged_results(outputs, return_lse)
 
 

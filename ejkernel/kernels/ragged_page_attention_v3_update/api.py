@@ -139,10 +139,11 @@ def ragged_page_attention_v3_update(
     spec = Spec(**arguments.statics(name, query.shape[2], options))
     names = ("cu_seqlens_k", "page_indices")
     arguments.check_sequences(name, sequences, cache, spec.sliding_window, names)
+    rows = jax.lax.expand_dims(query, (0,))
     inputs = LAYOUTS[kv_layout][0](
-        query[None],
-        new_key[None],
-        new_value[None],
+        rows,
+        jax.lax.expand_dims(new_key, (0,)),
+        jax.lax.expand_dims(new_value, (0,)),
         cache.keys,
         cache.values,
         *sequences,
@@ -152,7 +153,7 @@ def ragged_page_attention_v3_update(
     )
     pages = (cache.keys, cache.values)
     if 0 in (query.size, cache.keys.size, cache.value_dim, sequences.page_indices.size):
-        outputs = nothing_seen(query[None], cache)
+        outputs = nothing_seen(rows, cache)
     else:
         request = Request(
             platform,
