@@ -1,5 +1,6 @@
 """Every test sees eight CPU devices and a cache directory of its own."""
 
+import itertools
 import os
 
 import jax
@@ -10,10 +11,20 @@ import pytest
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
 jax.config.update("jax_num_cpu_devices", 8)
 
+_tests_run = itertools.count(1)
+
 
 @pytest.fixture(autouse=True)
 def _private_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.fixture(autouse=True)
+def _few_programs():
+    """Forget compiled programs in time: each maps memory, and a process may have 65530 mappings."""
+    yield
+    if next(_tests_run) % 50 == 0:
+        jax.clear_caches()
 
 
 @pytest.fixture
