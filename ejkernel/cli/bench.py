@@ -12,13 +12,20 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ejkernel.cli import figures, figures_grouped_matmul, figures_native_sparse, info
+from ejkernel.cli import (
+    figures,
+    figures_gla,
+    figures_grouped_matmul,
+    figures_native_sparse,
+    info,
+)
 from ejkernel.cli.measure import WrongResultError
 
 FIGURES = (
     *figures.FIGURES,
     *figures_grouped_matmul.FIGURES,
     *figures_native_sparse.FIGURES,
+    *figures_gla.FIGURES,
 )
 
 

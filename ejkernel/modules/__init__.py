@@ -12,9 +12,17 @@ from ejkernel.kernels.blocksparse_attention.config import (
 from ejkernel.kernels.flash_attention.api import FlashAttention as FlashAttention
 from ejkernel.kernels.flash_attention.api import flash_attention as flash_attention
 from ejkernel.kernels.flash_attention.config import FlashAttentionConfig as FlashAttentionConfig
+from ejkernel.kernels.gla_attention.api import GLAttention as GLAttention
+from ejkernel.kernels.gla_attention.api import gla_attention as gla_attention
+from ejkernel.kernels.gla_attention.config import GLAttentionConfig as GLAttentionConfig
 from ejkernel.kernels.grouped_matmul.api import GroupedMatmul as GroupedMatmul
 from ejkernel.kernels.grouped_matmul.api import grouped_matmul as grouped_matmul
 from ejkernel.kernels.grouped_matmul.config import GroupedMatmulConfig as GroupedMatmulConfig
+from ejkernel.kernels.lightning_attention.api import LightningAttention as LightningAttention
+from ejkernel.kernels.lightning_attention.api import lightning_attention as lightning_attention
+from ejkernel.kernels.lightning_attention.config import (
+    LightningAttentionConfig as LightningAttentionConfig,
+)
 from ejkernel.kernels.mean_pooling.api import MeanPooling as MeanPooling
 from ejkernel.kernels.mean_pooling.api import mean_pooling as mean_pooling
 from ejkernel.kernels.mean_pooling.config import MeanPoolingConfig as MeanPoolingConfig
@@ -56,6 +64,11 @@ from ejkernel.kernels.ragged_page_attention_v3_update.api import (
 )
 from ejkernel.kernels.ragged_page_attention_v3_update.config import (
     RaggedPageAttentionv3UpdateConfig as RaggedPageAttentionv3UpdateConfig,
+)
+from ejkernel.kernels.recurrent_attention.api import RecurrentAttention as RecurrentAttention
+from ejkernel.kernels.recurrent_attention.api import recurrent_attention as recurrent_attention
+from ejkernel.kernels.recurrent_attention.config import (
+    RecurrentAttentionConfig as RecurrentAttentionConfig,
 )
 from ejkernel.kernels.ring_attention.api import RingAttention as RingAttention
 from ejkernel.kernels.ring_attention.api import ring_attention as ring_attention

@@ -29,6 +29,7 @@ def shard(
             f"{', '.join(op.operands[:3])}."
         )
     bound = _bind(op, inputs, mesh, in_specs)
+    few = _few(op, inputs)
     inputs, bound = _regroup(op, inputs, mesh, bound)
     leaves, treedef = jax.tree.flatten(inputs)
     letters = _letters(op, inputs)
@@ -37,13 +38,14 @@ def shard(
     results = axes.of_fields(op.outputs, batched=any(map(axes.leads, letters)))
     derived = op.outputs(*(_spec(letter, bound) for letter in results))
     _check_out_specs(op, out_specs, derived)
-    return jax.shard_map(
+    outputs = jax.shard_map(
         _summed(op, run, bound, results),
         mesh=mesh,
         in_specs=(jax.tree.unflatten(treedef, specs),),
         out_specs=derived,
         check_vma=False,  # a kernel's outputs carry no replication types
     )(inputs)
+    return op.outputs(*(_once(x, letter, few) for x, letter in zip(outputs, results, strict=True)))
 
 
 def _letters(op: Op, inputs: Any) -> list[tuple[str, ...] | None]:
@@ -159,6 +161,26 @@ def _regroup(op: Op, inputs: Any, mesh: Any, bound: Mapping[str, Axes]) -> tuple
         repeated = map(repeat, leaves, axes.of_leaves(inputs))
         inputs = jax.tree.unflatten(treedef, list(repeated))
     return inputs, bound
+
+
+def _few(op: Op, inputs: Any) -> dict[str, int]:
+    """How many key heads there are before any is repeated."""
+    return {
+        name: size
+        for x, letters in zip(jax.tree.leaves(inputs), axes.of_leaves(inputs), strict=True)
+        for size, name in zip(x.shape, letters or (), strict=False)
+        if name in op.groups
+    }
+
+
+def _once(x: Any, letters: tuple[str, ...], few: Mapping[str, int]) -> Any:
+    """A result with each key head once, where its copies on other devices give the same."""
+    for axis, name in enumerate(letters):
+        if x.shape[axis] > few.get(name, x.shape[axis]):
+            # Not a slice with a stride: its gradient comes out wrong when XLA splits the axis.
+            copies = x.reshape(*x.shape[:axis], few[name], -1, *x.shape[axis + 1 :])
+            x = jax.lax.index_in_dim(copies, 0, axis + 1, keepdims=False)
+    return x
 
 
 def _check_sizes(op: Op, leaves: list, letters: list, mesh: Any, bound: Mapping[str, Axes]) -> None:

@@ -27,11 +27,6 @@ class Block:
         # Leading newlines give every error the line of the document.
         return ast.parse("\n" * self.line + self.source).body
 
-    def names(self) -> set[str]:
-        nodes = [node for statement in self.statements() for node in ast.walk(statement)]
-        used = {node.id for node in nodes if isinstance(node, ast.Name)}
-        return used | {node.name for node in nodes if isinstance(node, ast.alias)}
-
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
@@ -66,7 +61,6 @@ def run(
     preludes: Mapping[str, str] | None = None,
     refusals: Mapping[str, Refusal] | None = None,
     checks: Mapping[str, str] | None = None,
-    skip: Callable[[Block], bool] = lambda block: False,
 ) -> dict[str, Any]:
     """Run the blocks in order in one namespace and return it.
 
@@ -75,7 +69,6 @@ def run(
         preludes: Code run before the first block under a heading; "" stands for the beginning.
         refusals: What a statement that holds this text must raise.
         checks: Code run after the last block under a heading.
-        skip: Blocks to leave out.
     """
     preludes, refusals, checks = dict(preludes or {}), dict(refusals or {}), dict(checks or {})
     seen: set[str] = set()
@@ -83,11 +76,9 @@ def run(
     _execute(preludes.pop("", ""), namespace, "prelude")
     for block, following in zip(blocks, [*blocks[1:], None], strict=True):
         _execute(preludes.pop(block.heading, ""), namespace, f"prelude of {block.heading}")
-        if not skip(block):
-            for statement in block.statements():
-                with _refused(ast.unparse(statement), refusals, seen, namespace):
-                    code = compile(ast.Module([statement], []), block.document, "exec")
-                    exec(code, namespace)
+        for statement in block.statements():
+            with _refused(ast.unparse(statement), refusals, seen, namespace):
+                exec(compile(ast.Module([statement], []), block.document, "exec"), namespace)
         if following is None or following.heading != block.heading:
             _execute(checks.pop(block.heading, ""), namespace, f"check of {block.heading}")
     # A table entry that no block reached is out of date.

@@ -1,4 +1,4 @@
-"""What the promised documents take for granted, what they get wrong, and what is still to come."""
+"""What the promised documents take for granted, and what they get wrong."""
 
 import jax
 from docs.documents import Refusal
@@ -7,14 +7,6 @@ from ejkernel.errors import UnsupportedError
 
 TYPES, MODULES, INDEX = "000_*.txt", "001_*.txt", "002_*.txt"
 XLA_UTILS, SPLASH_INFO = "003_*.txt", "004_*.txt"
-
-# Operations that the documents show and the package does not have yet: their blocks are left out.
-# A name must go from here when the operation arrives; the tests fail until it does.
-TO_COME = {
-    "gla_attention",
-    "lightning_attention",
-    "recurrent_attention",
-}
 
 PAGED = """
     query = jnp.ones((2, 1, 4, 32))

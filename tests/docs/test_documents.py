@@ -9,7 +9,6 @@ import sys
 import jax.numpy as jnp
 import pytest
 
-import ejkernel.modules
 import ejkernel.xla_utils.utils
 from docs import documents, promised
 from ejkernel.kernels._pallas.tpu.blocksparse_attention import _info
@@ -46,20 +45,7 @@ def test_promised_documents_run(pattern):
         preludes=promised.PRELUDES[pattern],
         checks=promised.CHECKS[pattern],
         refusals=promised.REFUSALS[pattern],
-        skip=lambda block: bool(block.names() & promised.TO_COME),
     )
-
-
-@pytest.mark.parametrize("op", sorted(promised.TO_COME))
-def test_an_operation_that_arrived_is_no_longer_to_come(op):
-    assert not hasattr(ejkernel.modules, op), f"{op} exists: take it out of TO_COME."
-
-
-@needs_promised
-def test_every_operation_to_come_is_shown_somewhere():
-    patterns = (promised.TYPES, promised.MODULES, promised.INDEX)
-    shown = [block.names() for pattern in patterns for block in documents.read(_promised(pattern))]
-    assert set().union(*shown) >= promised.TO_COME
 
 
 def _kinds(parameters):

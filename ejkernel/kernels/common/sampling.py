@@ -1,4 +1,4 @@
-"""Masks to tune on, where the real ones are not known yet."""
+"""Data to tune on, where the real one is not known yet."""
 
 from typing import Any
 
@@ -19,10 +19,11 @@ def visible(rule: Rule, drawn: Rule) -> Rule:
     if isinstance(rule, And | Or) and isinstance(drawn, And | Or):
         parts = map(visible, rule.rules, drawn.rules)
         return type(drawn)(tuple(parts))
-    if isinstance(rule, KeyLength | QueryLength) and _unknown(rule.length):
+    if isinstance(rule, KeyLength | QueryLength) and unknown(rule.length):
         return type(rule)(jnp.full(rule.length.shape, _LONG, jnp.int32))  # pyright: ignore
     return drawn
 
 
-def _unknown(x: Any) -> bool:
+def unknown(x: Any) -> bool:
+    """Whether only the shape of an array is there."""
     return isinstance(x, Tracer | jax.ShapeDtypeStruct)

@@ -1,0 +1,22 @@
+"""Linear attention whose state fades by gates, in time and memory linear in the sequence."""
+
+from ejkernel.kernels.gla_attention.config import GLAttentionConfig
+from ejkernel.kernels.gla_attention.inputs import Outputs, sample
+from ejkernel.ops.implementation import Op, Source
+from ejkernel.ops.platform import Backend, Platform
+
+OP = Op(
+    name="gla_attention",
+    config=GLAttentionConfig,
+    outputs=Outputs,
+    reference="ejkernel.kernels.gla_attention.reference",
+    sources=[
+        Source(Platform.XLA, Backend.ANY, "ejkernel.kernels.gla_attention.xla"),
+    ],
+    operands=("query", "key", "value", "gate"),
+    shardable=frozenset("bnk"),
+    bucketed=frozenset("bs"),
+    groups={"k": "n"},
+    hint={"s": "; run the parts in turn and hand each the state of the one before"},
+    sample=sample,
+)

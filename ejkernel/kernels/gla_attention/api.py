@@ -1,0 +1,262 @@
+"""The call: what it takes, what it means, how it becomes `Inputs` and `Spec`."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.typing import ArrayLike
+
+from ejkernel.kernels.common.arguments import (
+    as_array,
+    check_attention_shapes,
+    cumulative_lengths,
+    static_number,
+)
+from ejkernel.kernels.gla_attention import OP
+from ejkernel.kernels.gla_attention.config import GLAttentionConfig
+from ejkernel.kernels.gla_attention.inputs import Inputs, Spec
+from ejkernel.ops import executor
+from ejkernel.ops.executor import Request
+from ejkernel.ops.implementation import Op
+from ejkernel.ops.module import Module
+
+
+def gla_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    gate: ArrayLike | None = None,
+    g_gamma: ArrayLike | None = None,
+    initial_state: ArrayLike | None = None,
+    cu_seqlens: ArrayLike | None = None,
+    *,
+    softmax_scale: float | None = None,
+    reverse: bool = False,
+    return_state: bool = False,
+    platform: str | None = None,
+    cfg: GLAttentionConfig | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: tuple[PartitionSpec | None, ...] | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | None = None,
+) -> Any:
+    """Gated linear attention: a state of fixed size that fades, learns a token, and is asked.
+
+        state[t] = exp(gate[t] + g_gamma) * state[t - 1] + key[t] value[t]^T
+        output[t] = softmax_scale * query[t]^T state[t]
+
+    with a state `[head_dim, value_dim]` for each key head, whose rows fade by `exp(gate[t])` and
+    all of which fades by `exp(g_gamma)`. Both are logarithms of decays: 0 keeps, -inf forgets, and
+    above 0 the state grows. Query head `i` uses key head `i // (heads // kv_heads)`. Time and
+    memory are linear in the length.
+
+    Args:
+        query: `[batch, length, heads, head_dim]`; with `cu_seqlens` also without the batch.
+        key: `[batch, length, kv_heads, head_dim]`; `heads` is a multiple of `kv_heads`.
+        value: `[batch, length, kv_heads, value_dim]`.
+        gate: `[batch, length, kv_heads, head_dim]`, or `[batch, length, kv_heads]` for one that all
+            rows of the state share; by default 0.
+        g_gamma: a number, `[kv_heads]` or `[batch, kv_heads]`, the same for all tokens; by
+            default 0.
+        initial_state: the state before the first token, `[batch, kv_heads, head_dim, value_dim]`
+            (packed: `[sequences, ...]`); by default 0.
+        cu_seqlens: `[0, l1, l1 + l2, ...]`, sequences packed into one row, each with a state of its
+            own. Tokens past the last give 0.
+        softmax_scale: by default `head_dim ** -0.5`.
+        reverse: run from the last token to the first.
+        return_state: also return the state after the last token (with `reverse`: the first).
+        platform: "xla", "pallas", "triton", "cuda", or None for the best that can serve the call.
+        cfg: blocks and launch parameters; by default chosen for the call.
+        mesh: run under `shard_map` over this mesh; batch and heads may be split.
+        in_specs: with `mesh`, the specs of query, key and value, and if wanted that of gate; the
+            others follow from them.
+        out_specs: the spec of the output; it follows from `in_specs`.
+
+    Returns:
+        The output `[batch, length, heads, value_dim]` in the dtype of the query. With
+        `return_state` a pair of it and the state, shaped like `initial_state`, in float32 (float64
+        for float64 inputs). Gradients flow through both.
+
+    Raises:
+        ValueError: the arguments do not fit each other.
+        UnsupportedError: the platform that was asked for cannot serve the call.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from ejkernel.modules import gla_attention
+    >>> x = jnp.ones((2, 128, 8, 64))
+    >>> gla_attention(x, x, x, gate=jax.nn.log_sigmoid(x)).shape
+    (2, 128, 8, 64)
+    """
+    out, state = recur(
+        OP,
+        query,
+        key,
+        value,
+        Recurrence(gate, g_gamma, None, initial_state, cu_seqlens, softmax_scale, reverse),
+        Request(platform, cfg, mesh, in_specs, out_specs),
+    )
+    return (out, state) if return_state else out
+
+
+@dataclasses.dataclass
+class Recurrence:
+    """What makes one linear recurrence another, as the caller gave it."""
+
+    gate: Any = None
+    g_gamma: Any = None
+    gv: Any = None
+    state: Any = None
+    cu_seqlens: Any = None
+    softmax_scale: Any = None
+    reverse: bool = False
+    state_name: str = "initial_state"
+
+
+def recur(
+    op: Op, query: Any, key: Any, value: Any, recurrence: Recurrence, request: Request
+) -> tuple[jax.Array, jax.Array]:
+    """The output and the state after it: what every linear recurrence comes to."""
+    name = op.name
+    query, key, value = (
+        as_array(name, label, x) for label, x in (("query", query), ("key", key), ("value", value))
+    )
+    bare = recurrence.cu_seqlens is not None and query.ndim == 3
+    query, key, value = (_batched(x, bare) for x in (query, key, value))
+    check_attention_shapes(name, query, key, value)
+    if key.shape[1] != query.shape[1]:
+        raise ValueError(
+            f"{name}: query and key must have one length, got {query.shape[1]} and {key.shape[1]}."
+        )
+    inputs = _inputs(name, query, key, value, recurrence, bare)
+    spec = Spec(
+        softmax_scale=query.shape[3] ** -0.5
+        if recurrence.softmax_scale is None
+        else static_number(name, "softmax_scale", recurrence.softmax_scale),
+        reverse=bool(recurrence.reverse),
+    )
+    if 0 in (*query.shape, value.shape[3]):
+        out, state = _nothing(inputs)
+    else:
+        out, state = executor.run(
+            op, inputs, spec, _canonical(request, inputs.cu_seqlens is not None, bare)
+        )
+    state = state.reshape(-1, *state.shape[2:])
+    return (out.reshape(out.shape[1:]) if bare else out), state
+
+
+def _inputs(
+    op: str, query: jax.Array, key: jax.Array, value: jax.Array, given: Recurrence, bare: bool
+) -> Inputs:
+    batch, tokens, heads, rows = key.shape
+    columns = value.shape[3]
+    cu_seqlens = None
+    if given.cu_seqlens is not None:
+        if batch != 1:
+            raise ValueError(
+                f"{op}: cu_seqlens describe one packed row, got a batch of {batch}; rows that are "
+                "sequences of their own need none."
+            )
+        cu_seqlens = cumulative_lengths(op, "cu_seqlens", given.cu_seqlens, tokens).reshape(1, -1)
+    gate = _given(op, "gate", given.gate)
+    if gate is not None:
+        gate = _batched(gate, bare)
+        if gate.shape not in ((batch, tokens, heads), (batch, tokens, heads, rows)):
+            raise ValueError(
+                f"{op}: gate must be [batch, length, kv_heads] or [batch, length, kv_heads, "
+                f"head_dim] = {[batch, tokens, heads, rows]}, got {list(gate.shape)}."
+            )
+        gate = gate.reshape(batch, tokens, heads, -1)
+    gv = _given(op, "gv", given.gv)
+    if gv is not None:
+        gv = _batched(gv, bare)
+        if gv.shape != value.shape:
+            raise ValueError(
+                f"{op}: gv must be [batch, length, kv_heads, value_dim] = {list(value.shape)}, "
+                f"got {list(gv.shape)}."
+            )
+    count = batch if cu_seqlens is None else cu_seqlens.shape[1] - 1
+    state = _given(op, given.state_name, given.state)
+    if state is not None:
+        if state.shape != (count, heads, rows, columns):
+            per = "batch" if cu_seqlens is None else "sequences"
+            raise ValueError(
+                f"{op}: {given.state_name} must be [{per}, kv_heads, head_dim, value_dim] = "
+                f"{[count, heads, rows, columns]}, got {list(state.shape)}."
+            )
+        state = state.reshape(batch, -1, *state.shape[1:])
+    return Inputs(
+        query,
+        key,
+        value,
+        gate=gate,
+        g_gamma=per_head(op, "g_gamma", given.g_gamma, batch, heads),
+        gv=gv,
+        initial_state=state,
+        cu_seqlens=cu_seqlens,
+    )
+
+
+def per_head(op: str, name: str, x: Any, batch: int, heads: int) -> jax.Array | None:
+    """A number for all, one for each key head, or one for each of every row, as [batch, heads]."""
+    x = _given(op, name, x)
+    if x is None:
+        return None
+    if x.shape not in ((), (heads,), (batch, heads)):
+        raise ValueError(
+            f"{op}: {name} must be a number, [kv_heads] or [batch, kv_heads] = {[batch, heads]}, "
+            f"got {list(x.shape)}."
+        )
+    return jnp.broadcast_to(x, (batch, heads))
+
+
+def _given(op: str, name: str, x: Any) -> jax.Array | None:
+    """An array of floats, if there is one."""
+    if x is None:
+        return None
+    x = as_array(op, name, x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"{op}: {name} must be floating point, got {x.dtype}.")
+    return x
+
+
+def _batched(x: jax.Array, bare: bool) -> jax.Array:
+    """Packed tokens without a batch axis get one."""
+    return x.reshape(1, *x.shape) if bare else x
+
+
+def _canonical(request: Request, packed: bool, bare: bool) -> Request:
+    """The request with specs for arrays as they travel: a batch of tokens, states by sequence."""
+    into, out = (
+        tuple(x) if isinstance(x, list | tuple) and not isinstance(x, PartitionSpec) else x
+        for x in (request.in_specs, request.out_specs)
+    )
+    if isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], PartitionSpec):
+        first, *rest = out[1]
+        out = (
+            out[0],
+            PartitionSpec(None, first, *rest) if packed else PartitionSpec(first, None, *rest),
+        )
+    if bare:
+        lift = lambda spec: PartitionSpec(None, *spec) if isinstance(spec, PartitionSpec) else spec
+        into = tuple(map(lift, into)) if isinstance(into, tuple) else into
+        out = (lift(out[0]), *out[1:]) if isinstance(out, tuple) else lift(out)
+    return dataclasses.replace(request, in_specs=into, out_specs=out)
+
+
+def _nothing(inputs: Inputs) -> tuple[jax.Array, jax.Array]:
+    """The results where there is no token, or nothing in one: the states are as they were."""
+    batch, _, heads, rows = inputs.key.shape
+    columns, dtype = inputs.value.shape[3], inputs.query.dtype
+    count = 1 if inputs.cu_seqlens is None else inputs.cu_seqlens.shape[1] - 1
+    state = jnp.zeros((batch, count, heads, rows, columns), jnp.promote_types(dtype, jnp.float32))
+    if inputs.initial_state is not None:
+        state += inputs.initial_state
+    return jnp.zeros((*inputs.query.shape[:3], columns), dtype), state
+
+
+class GLAttention(Module):
+    """Gated linear attention as an object; see `gla_attention`."""
+
+    function = staticmethod(gla_attention)
+    config = GLAttentionConfig
