@@ -44,11 +44,11 @@ def _with_gradients(function: Callable) -> Callable:
 
 def _programs(ours: Callable, plain: Callable, arrays: tuple) -> tuple[Callable, Callable]:
     """Both compiled, once their results agree."""
-    programs = tuple(jax.jit(x).lower(*arrays).compile() for x in (ours, plain))
-    results = [jax.tree.leaves(program(*arrays)) for program in programs]
-    for mine, theirs in zip(*results, strict=True):
-        measure.check_close(mine, theirs, ulps=128)
-    return programs
+    mine, theirs = (jax.jit(x).lower(*arrays).compile() for x in (ours, plain))
+    results = (jax.tree.leaves(program(*arrays)) for program in (mine, theirs))
+    for actual, expected in zip(*results, strict=True):
+        measure.check_close(actual, expected, ulps=128)
+    return mine, theirs
 
 
 def forward_time() -> float:
