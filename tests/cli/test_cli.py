@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from ejkernel.cli import bench, demo, figures, mask, measure, subjects
 from ejkernel.cli.app import app
 from ejkernel.kernels import OPS
+from ejkernel.ops import executor
 from ejkernel.ops.implementation import Pass
 from ejkernel.ops.persistent import ShippedTable
 
@@ -143,15 +144,13 @@ class TestCheck:
         assert [cell.strip() for cell in line.split("│")[3:6]] == ["1", "0", "0"]
 
     def test_a_wrong_implementation_is_found(self, monkeypatch):
-        from ejkernel.cli import oracle
+        right = executor.run
 
-        right = oracle.with_gradients
+        def off(op, inputs, spec, request):
+            results = right(op, inputs, spec, request)
+            return results._replace(out=results.out + 1e-3)
 
-        def off(run):
-            return right(lambda x: type(out := run(x))(out.out + 1e-3, out.lse))
-
-        monkeypatch.setattr(oracle, "with_gradients", off)
-        monkeypatch.setattr(oracle, "truth", _truth_with(oracle, right))
+        monkeypatch.setattr(executor, "run", off)
         shown = run("check", "--op", "scaled_dot_product_attention", "--workload", "plain")
         assert shown.exit_code == 1
         assert "plain: value off by" in shown.output
@@ -160,19 +159,6 @@ class TestCheck:
         shown = run("check", "--op", "attention")
         assert shown.exit_code == 2
         assert "flash_attention" in shown.output
-
-
-def _truth_with(oracle, with_gradients):
-    truth = oracle.truth
-
-    def unharmed(call, dtype):
-        broken, oracle.with_gradients = oracle.with_gradients, with_gradients
-        try:
-            return truth(call, dtype)
-        finally:
-            oracle.with_gradients = broken
-
-    return unharmed
 
 
 def test_demo_shows_an_operation_checked_and_timed(monkeypatch):

@@ -1,6 +1,7 @@
 """Every (op, implementation, workload) of the package, read from it: nothing to list by hand."""
 
 import dataclasses
+import functools
 import importlib
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from ejkernel.cli.oracle import Truth, with_dtype
 from ejkernel.kernels import OPS
 from ejkernel.ops import default_executor, kernel_registry
 from ejkernel.ops.implementation import Op, Source
@@ -31,13 +33,17 @@ class Case:
             where += f"_{self.source.backend.value}"
         return f"{self.op.name}-{where}-{self.workload.name}"
 
+    @functools.cached_property
+    def truth(self) -> Truth:
+        return Truth(lambda seed: self.call(seed=seed))
+
     def call(self, dtype: Any = jnp.float32, seed: int = 0) -> Invocation:
         """The workload as the public function canonicalises it, floats in `dtype`."""
         arguments = self.workload.build(seed, jnp.float32)
         invocation = default_executor().invocation(function_of(self.op.name), **arguments)
         return dataclasses.replace(
             invocation,
-            inputs=cast(invocation.inputs, dtype),
+            inputs=with_dtype(invocation.inputs, dtype),
             platform=self.source.platform.value,
         )
 
@@ -48,17 +54,6 @@ def function_of(name: str) -> Any:
 
 def workloads_of(name: str) -> Any:
     return importlib.import_module(f"ejkernel.kernels.{name}.workloads")
-
-
-def cast(tree: Any, dtype: Any) -> Any:
-    """The floating leaves of a tree in another dtype."""
-    return jax.tree.map(
-        lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
-    )
-
-
-def floating(tree: Any) -> list[bool]:
-    return [jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves(tree)]
 
 
 def all_cases(thorough: bool = True) -> list[Any]:

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conformance.cases import all_cases, served
-from conformance.oracle import GRADIENT_FLOOR, VALUE_FLOOR, assert_same, value_and_gradients
+from conformance.oracle import assert_same
 from jax.sharding import Mesh, PartitionSpec
 
+from ejkernel.cli.oracle import GRADIENT_FLOOR, VALUE_FLOOR, with_gradients
 from ejkernel.ops import axes, executor
 from ejkernel.ops.executor import Request
 
@@ -23,9 +24,9 @@ def test_vmap_equals_a_loop(case):
     served(case, calls[0])
     run = runner(calls[0])
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *(call.inputs for call in calls))
-    outputs, gradients = jax.vmap(lambda x: value_and_gradients(run, x))(stacked)
+    outputs, gradients = jax.vmap(with_gradients(run))(stacked)
     for i, call in enumerate(calls):
-        one, one_gradients = value_and_gradients(run, call.inputs)
+        one, one_gradients = with_gradients(run)(call.inputs)
         assert_same(jax.tree.map(lambda x, i=i: x[i], outputs), one, VALUE_FLOOR, "output")
         assert_same([g[i] for g in gradients], one_gradients, GRADIENT_FLOOR, "gradient")
 
@@ -39,7 +40,7 @@ def test_vmap_over_the_query_alone_equals_a_loop(case):
     queries = [getattr(c.inputs, first) for c in (call, other)]
 
     def of_query(query):
-        return value_and_gradients(lambda x: run(x), call.inputs._replace(**{first: query}))
+        return with_gradients(run)(call.inputs._replace(**{first: query}))
 
     outputs, gradients = jax.vmap(of_query)(jnp.stack(queries))
     for i, query in enumerate(queries):
@@ -53,10 +54,10 @@ def test_jit_and_remat_change_nothing(case):
     call = case.call()
     served(case, call)
     run = runner(call)
-    plain = value_and_gradients(run, call.inputs)
+    plain = with_gradients(run)(call.inputs)
     for changed in (
-        jax.jit(lambda x: value_and_gradients(run, x)),
-        lambda x: value_and_gradients(jax.checkpoint(run), x),
+        jax.jit(with_gradients(run)),
+        with_gradients(jax.checkpoint(run)),
     ):
         outputs, gradients = changed(call.inputs)
         assert_same(outputs, plain[0], VALUE_FLOOR, "output")
@@ -79,7 +80,7 @@ def test_a_mesh_changes_nothing(case):
         over |= {"n": "tp", "k": "tp"}
     specs = tuple(PartitionSpec(*(over.get(letter) for letter in one)) for one in letters)
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("dp", "tp"))
-    plain = value_and_gradients(runner(call), call.inputs)
-    sharded = value_and_gradients(runner(call, mesh=mesh, in_specs=specs), call.inputs)
+    plain = with_gradients(runner(call))(call.inputs)
+    sharded = with_gradients(runner(call, mesh=mesh, in_specs=specs))(call.inputs)
     assert_same(sharded[0], plain[0], VALUE_FLOOR, "output")
     assert_same(sharded[1], plain[1], GRADIENT_FLOOR, "gradient")
