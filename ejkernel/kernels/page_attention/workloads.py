@@ -51,7 +51,7 @@ WORKLOADS = (
             "k_scale": value(lambda: jnp.array([0.01, 0.02], jnp.float32)),
             "v_scale": 0.02,
         },
-    ),
+    ).core(),
 )
 
 CONFIGS = (PageAttentionConfig(pages_per_compute_block=2),)

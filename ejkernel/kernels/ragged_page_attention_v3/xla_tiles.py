@@ -151,6 +151,10 @@ class Tiles:
             rows = jnp.where(tile.own[:, None, None], rows, kept)
         return lax.dynamic_update_slice(x, rows, start)
 
+    def by_head(self, rows: jax.Array, size: int) -> jax.Array:
+        """What the rows of a tile [k, size * group] give to each query head, [n]."""
+        return rows.reshape(self.kv_heads, size, self.group).sum(1).reshape(-1)
+
     def _own(self, tile: Tile, size: int) -> jax.Array:
         return jnp.repeat(tile.own, self.group, total_repeat_length=size * self.group)[:, None]
 
