@@ -17,6 +17,7 @@ from ejkernel.cli import (
     figures_gla,
     figures_grouped_matmul,
     figures_native_sparse,
+    figures_paged,
     info,
 )
 from ejkernel.cli.measure import WrongResultError
@@ -26,6 +27,7 @@ FIGURES = (
     *figures_grouped_matmul.FIGURES,
     *figures_native_sparse.FIGURES,
     *figures_gla.FIGURES,
+    *figures_paged.FIGURES,
 )
 
 

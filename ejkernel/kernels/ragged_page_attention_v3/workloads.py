@@ -68,7 +68,10 @@ _SMALL = ragged()
 WORKLOADS = (
     Workload("plain", _SMALL),
     Workload("one_head_for_all", ragged(kv_heads=1, head_dim=40, holes=((0, 1), (4, 0), (4, 5)))),
-    Workload("heads_of_their_own", ragged(kv_heads=4, head_dim=60) | {"softmax_aux": normal(3)}),
+    Workload(
+        "heads_of_their_own",
+        ragged(kv_heads=4, head_dim=60, page_size=8) | {"softmax_aux": normal(3)},
+    ),
     Workload("value_dim", ragged(head_dim=24, value_dim=80) | {"softmax_scale": 0.7}),
     Workload(
         "odd_lengths",

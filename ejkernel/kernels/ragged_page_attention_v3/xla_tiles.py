@@ -136,10 +136,13 @@ class Tiles:
         x = x.reshape(size, self.kv_heads, self.group, -1).transpose(1, 0, 2, 3)
         return x.reshape(self.kv_heads, size * self.group, -1)
 
-    def own_rows_of(self, x: jax.Array, tile: Tile, size: int) -> jax.Array:
-        """`rows_of`, with 0 in the rows of other sequences, which may hold anything."""
+    def own_rows_of(self, x: jax.Array, tile: Tile, size: int, other: float = 0.0) -> jax.Array:
+        """`rows_of`, with `other` in the rows of other sequences, which may hold anything."""
         x = self.rows_of(x, tile, size)
-        return x if size == 1 else jnp.where(self._own(tile, size), x, 0)
+        if size == 1:
+            return x
+        own = jnp.repeat(tile.own, self.group, total_repeat_length=size * self.group)
+        return jnp.where(own[:, None], x, jnp.asarray(other, x.dtype))
 
     def put_rows(self, x: jax.Array, tile: Tile, size: int, rows: jax.Array) -> jax.Array:
         """`x` [rows, n, d] with the tile's own rows from `rows` [k, size * group, d]."""
@@ -154,9 +157,6 @@ class Tiles:
     def by_head(self, rows: jax.Array, size: int) -> jax.Array:
         """What the rows of a tile [k, size * group] give to each query head, [n]."""
         return rows.reshape(self.kv_heads, size, self.group).sum(1).reshape(-1)
-
-    def _own(self, tile: Tile, size: int) -> jax.Array:
-        return jnp.repeat(tile.own, self.group, total_repeat_length=size * self.group)[:, None]
 
     def keys(self, block: Block) -> jax.Array:
         """The keys of a block, [k, block, h]; where no query looks they may be anything."""

@@ -54,15 +54,19 @@ def backward(
     if not jnp.issubdtype(inputs.key_pages.dtype, jnp.inexact):
         return d_inputs
     place, axes = _places(inputs, spec), cache_axes(spec.kv_layout)
+    pages = inputs.key_pages.shape[axes.index("p")]
     for tokens, cache, scale in (
         ("key", "key_pages", "k_scale"),
         ("value", "value_pages", "v_scale"),
     ):
         given = getattr(inputs, scale)
+        new = _flat(getattr(inputs, tokens))
+        # A token that goes nowhere may hold anything; its 0 times a NaN must not reach the scale.
+        new = jnp.where((place.page < pages)[:, None, None], new, 0)
         d_cache = getattr(gradients, cache) + getattr(d_outputs, cache)
         _, pull_back = jax.vjp(
             lambda x, s, cache=cache: stored(x, s, getattr(inputs, cache).dtype),
-            _flat(getattr(inputs, tokens)),
+            new,
             given,
         )
         d_new = read_tokens(d_cache, *place, axes)
