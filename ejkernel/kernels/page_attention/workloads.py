@@ -34,17 +34,17 @@ _SMALL = _decode()
 WORKLOADS = (
     Workload("plain", _SMALL),
     Workload("without_the_axis_of_queries", _decode(queries=None, head_dim=40)),
-    Workload("several_queries", _decode(queries=3, head_dim=24) | {"sliding_window": 6}).core(),
+    Workload("several_queries", _decode(queries=3, head_dim=60) | {"sliding_window": 6}).core(),
     Workload(
         "odd_lengths", _decode((1, 63, 127), head_dim=80, page_size=16, holes=((1, 0), (2, 4)))
     ),
-    Workload("heads_first", _decode(layout="HND") | {"kv_layout": "HND"}),
+    Workload("heads_first", _decode(head_dim=192, layout="HND") | {"kv_layout": "HND"}),
     Workload(
         "all_at_once",
-        _decode(heads=8)
+        _decode(heads=8, head_dim=96)
         | {
-            "key_cache": integers(37, 4, 2, 16),
-            "value_cache": integers(37, 4, 2, 16),
+            "key_cache": integers(37, 4, 2, 96),
+            "value_cache": integers(37, 4, 2, 96),
             "softmax_aux": normal(8, 2),
             "sliding_window": 11,
             "logits_soft_cap": 3.0,

@@ -21,7 +21,7 @@ from ejkernel.kernels.ragged_page_attention_v3.inputs import Inputs, Spec
 
 # Rows of a tile and positions of a block for which both matmuls run well on a CPU; a longer block
 # would make the last one of a short sequence cost more than the others save.
-_ROWS, _POSITIONS = 128, 256
+_ROWS, _POSITIONS = 512, 256
 
 
 class Tile(NamedTuple):
@@ -64,8 +64,10 @@ class Tiles:
         wanted = max(1, _POSITIONS // self.page_size) if pages is None else pages
         self.pages = min(wanted, table.shape[-1])
         self.block = self.pages * self.page_size
-        wanted = max(8, _ROWS // self.group) if queries is None else queries
-        self.sizes = (1,) if t == 1 else (1, min(max(wanted, 2), t))
+        if queries is None:
+            # No longer than sequences are on average: the rest of a tile is wasted work.
+            queries = max(8, min(_ROWS // self.group, t // table.shape[1]))
+        self.sizes = (1,) if t == 1 else (1, min(max(queries, 2), t))
 
         starts = jnp.asarray(inputs.query_starts) + t * jnp.arange(b, dtype=jnp.int32)[:, None]
         self.starts = starts.reshape(-1)
@@ -175,7 +177,7 @@ class Tiles:
         x = read_pages(self.caches[part], ids, self.axes, part)
         if zero:
             x = jnp.where(block.used[:, None], x, jnp.zeros((), x.dtype))
-        # A matmul that takes the pages in the order of the cache is many times slower on a CPU.
+        # Put in order here, once: a matmul that takes large pages as they lie is slower on a CPU.
         return lax.optimization_barrier(x)
 
     def logits(self, products: jax.Array, size: int) -> jax.Array:

@@ -29,11 +29,12 @@ def _update(
 
 
 WORKLOADS = (
-    Workload("plain", _update()),
+    Workload("plain", _update(head_dim=60)),
     Workload("decode", _update((1,) * 4, (7, 1, 31, 16), head_dim=40, value_dim=24)),
-    Workload("no_page", _update(padding=4, holes=((0, 3), (4, 0), (4, 5)))),
-    Workload("heads_first", _update(layout="HND") | {"kv_layout": "HND"}),
-    Workload("heads_before_pages", _update(layout="HNPD") | {"kv_layout": "HNPD"}),
+    Workload("odd_lengths", _update((63, 1, 1), (63, 127, 1), page_size=16)),
+    Workload("no_page", _update(head_dim=80, padding=4, holes=((0, 3), (4, 0), (4, 5)))),
+    Workload("heads_first", _update(head_dim=96, layout="HND") | {"kv_layout": "HND"}),
+    Workload("heads_before_pages", _update(head_dim=192, layout="HNPD") | {"kv_layout": "HNPD"}),
     Workload(
         "all_at_once",
         _update(padding=2)
