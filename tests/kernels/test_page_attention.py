@@ -53,7 +53,7 @@ def test_a_sequence_of_one_token_gives_its_value():
     np.testing.assert_array_equal(out[0, 0], np.repeat(VALUES[3, 0], 2, axis=0))
 
 
-@pytest.mark.parametrize("window", [None, 1, 3, 100])
+@pytest.mark.parametrize("window", [None, 3])
 def test_equal_keys_give_the_mean_of_the_values_in_the_window(window):
     """The original ignored the window here."""
     keys, values = jnp.zeros_like(KEYS), values_that_say_where()
@@ -147,11 +147,10 @@ def test_parts_of_a_context_can_be_merged():
     for begin in (0, 1):
         table = np.where(np.arange(3) % 2 == begin, TABLE, -1)
         parts.append(page_attention(QUERY, KEYS, VALUES, LENGTHS, table, return_lse=True))
-    outs, lses = (jnp.stack(x) for x in zip(*parts, strict=True))
-    weights = jax.nn.softmax(lses, axis=0)[..., 0][:, :, None, :, None]  # [2, b, 1, n, 1]
-    total = jax.nn.logsumexp(lses, axis=0)[..., 0]
-    share = jax.nn.sigmoid(total - jax.nn.logsumexp(sinks, axis=-1))[:, None, :, None]
-    close((outs * weights).sum(0) * share, whole)
+    outs, lses = (np.stack(x) for x in zip(*parts, strict=True))
+    masses = np.exp(lses[..., 0])[:, :, None, :, None]  # [2, b, 1, n, 1]
+    total = masses.sum(0) + np.exp(sinks).sum(-1)[:, None]
+    close((outs * masses).sum(0) / total, whole)
 
 
 # Caches of few bits
@@ -211,15 +210,15 @@ def test_a_page_that_two_sequences_share_gets_both_gradients():
 
     def d_values(query, lengths, table):
         run = lambda values: page_attention(query, KEYS, values, lengths, table).sum()
-        return jax.grad(run)(VALUES)
+        return jax.jit(jax.grad(run))(VALUES)
 
     shared = d_values(QUERY, LENGTHS, table)
-    alone = [d_values(QUERY[i : i + 1], LENGTHS[i : i + 1], table[:1]) for i in range(3)]
-    close(shared, sum(alone))
+    others = d_values(QUERY[:2], LENGTHS[:2], table[:2])
+    last = d_values(QUERY[2:], LENGTHS[2:], table[2:])
+    close(shared, others + last)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8])
-@pytest.mark.parametrize("layout", ["NHD", "HNPD"])
+@pytest.mark.parametrize(("layout", "dtype"), [("NHD", jnp.float32), ("HNPD", jnp.int8)])
 def test_memory_does_not_grow_with_the_cache(layout, dtype):
     def temporary(pages):
         sizes = (pages, 16, 2, 64) if layout == "NHD" else (2, pages, 16, 64)

@@ -88,7 +88,7 @@ def test_a_soft_cap_bounds_the_logits():
 def test_sinks_count_once_whatever_the_blocks():
     """The original counted them once for every block."""
     sinks = jnp.log(jnp.array([3.0, 8.0]))  # as much as the eleven keys of the last query
-    for pages in (1, 2, 3):
+    for pages in (1, 3):
         cfg = RaggedPageAttentionv3Config(num_kv_pages_per_block=pages, num_queries_per_block=2)
         out = ragged_page_attention_v3(
             QUERY, EQUAL, positions(), CU_Q, CU_K, TABLE, softmax_aux=sinks, cfg=cfg
@@ -108,7 +108,7 @@ def test_sinks_have_the_gradient_of_their_share():
         )
         return out.sum()
 
-    gradient = jax.grad(total)(jnp.log(jnp.full((HEADS, 1), s)))
+    gradient = jax.jit(jax.grad(total))(jnp.log(jnp.full((HEADS, 1), s)))
     mean, n = (lengths - 1) / 2, lengths
     expected = -(DIM * mean * n * s / (n + s) ** 2).sum()
     close(gradient, expected)
