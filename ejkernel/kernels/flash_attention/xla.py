@@ -1,12 +1,14 @@
 """Flash attention anywhere XLA runs: blocks in loops, memory linear in the sequence length."""
 
+import math
 from typing import Any
 
 from ejkernel.kernels.flash_attention import xla_backward, xla_forward
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
 from ejkernel.ops.config import BwdParams, FwdParams
 from ejkernel.ops.implementation import Implementation, Pass
-from ejkernel.types.rules import And, Band, Chunks, Everything, Rule
+from ejkernel.types import rules
+from ejkernel.types.rules import And, Band, Chunks, Everything, Or, Rule
 
 Blocks = tuple[int, int]  # queries, keys
 
@@ -40,6 +42,9 @@ def heuristic_forward(inputs: Inputs, spec: Spec) -> Blocks:
     """Block sizes of the forward pass, from shapes and what is static of the mask."""
     q_len, kv_len = inputs.query.shape[1], inputs.key.shape[1]
     block_q, block_k = _targets(inputs)
+    if grain := _grain(inputs.mask or Everything()):
+        # Blocks of the mask must not be cut in two, nor meet their neighbours in one tile.
+        return min(q_len, _aligned(grain[0], block_q)), min(kv_len, _aligned(grain[1], block_k))
     return _balanced(q_len, block_q), _balanced(kv_len, block_k)
 
 
@@ -52,7 +57,9 @@ def candidates_forward(inputs: Inputs, spec: Spec) -> list[Blocks]:
     """Block sizes worth timing."""
     q_len, kv_len = inputs.query.shape[1], inputs.key.shape[1]
     sizes = ((128, 128), (256, 256), (256, 512), (512, 512), (512, 1024))
-    pairs = ((_balanced(q_len, q), _balanced(kv_len, k)) for q, k in sizes)
+    pairs = [(_balanced(q_len, q), _balanced(kv_len, k)) for q, k in sizes]
+    if _grain(inputs.mask or Everything()):
+        pairs.append(heuristic_forward(inputs, spec))
     return list(dict.fromkeys(pairs))
 
 
@@ -100,6 +107,25 @@ def _reach(rule: Rule) -> tuple[int | None, int | None, int | None]:
             min(known(sizes), default=None),
         )
     return None, None, None
+
+
+def _grain(rule: Rule) -> Blocks | None:
+    """The blocks in which a mask, or a part of it, is given: the smallest where there are more."""
+    if isinstance(rule, rules.Blocks):
+        return rule.block_q, rule.block_k
+    if isinstance(rule, And | Or):
+        return min(filter(None, map(_grain, rule.rules)), key=math.prod, default=None)
+    return None
+
+
+def _aligned(grain: int, target: int) -> int:
+    """A block near `target` that divides the blocks of a mask, or joins them if they are tiny."""
+    if grain < 16:
+        return grain * -(-16 // grain)
+    if grain <= target:
+        return grain
+    divisor = max(n for n in range(1, target + 1) if grain % n == 0)
+    return divisor if divisor >= target // 4 else target
 
 
 def _balanced(length: int, target: int) -> int:

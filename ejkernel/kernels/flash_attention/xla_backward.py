@@ -18,9 +18,9 @@ def backward(
     inputs: Inputs, residuals: Outputs, d_outputs: Outputs, spec: Spec, block_q: int, block_k: int
 ) -> Inputs:
     """Gradients of a call, in blocks of these sizes."""
-    tiles = Tiles(inputs, spec, block_q, block_k)
+    tiles = Tiles(inputs, spec, block_q, block_k, over="q")
     dtype = jnp.promote_types(inputs.query.dtype, jnp.float32)
-    query, d_out = tiles.pad_queries(inputs.query), tiles.pad_queries(d_outputs.out)
+    query, d_out = map(tiles.source_of_queries, (inputs.query, d_outputs.out))
     key, value = tiles.pad_keys(inputs.key), tiles.pad_keys(inputs.value)
     lse, *terms = _row_terms(inputs, residuals, d_outputs, dtype)
     terms = [tiles.pad_queries(x, 2) for x in terms]
@@ -70,10 +70,10 @@ def backward(
         d_key = tiles.add_keys(d_key, d_keys * spec.softmax_scale, unit, j)
         return *whole, d_key, tiles.add_keys(d_value, d_values, unit, j)
 
-    b, t, n, h = query.shape
+    b, _, n, h = inputs.query.shape
     zeros = lambda shape: tiles.full(shape, 0.0, dtype)
     carry = (
-        zeros((b, n, h, t)),
+        zeros((b, n, h, tiles.q_blocks * tiles.block_q)),
         None if tiles.bias is None else zeros(tiles.bias.shape),
         None if inputs.sinks is None else zeros((n,)),
         zeros(key.shape),

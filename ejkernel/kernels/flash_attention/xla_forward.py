@@ -12,10 +12,10 @@ from ejkernel.kernels.flash_attention.xla_tiles import Tiles, matmul, over_block
 
 def forward(inputs: Inputs, spec: Spec, block_q: int, block_k: int) -> Outputs:
     """Output and log-sum-exp of a call, in blocks of these sizes."""
-    tiles = Tiles(inputs, spec, block_q, block_k)
+    tiles = Tiles(inputs, spec, block_q, block_k, over="k")
     dtype = jnp.promote_types(inputs.query.dtype, jnp.float32)
     query = tiles.pad_queries(inputs.query)
-    key, value = tiles.pad_keys(inputs.key), tiles.pad_keys(inputs.value)
+    key, value = tiles.source_of_keys(inputs.key), tiles.source_of_keys(inputs.value)
     sinks = None if inputs.sinks is None else logsumexp(inputs.sinks.astype(dtype), axis=-1)
 
     def attend(index: Any, carry: tuple) -> tuple[jax.Array, jax.Array]:
