@@ -14,10 +14,12 @@ from rich.table import Table
 
 from ejkernel.cli import (
     figures,
+    figures_blocksparse,
     figures_gla,
     figures_grouped_matmul,
     figures_native_sparse,
     figures_paged,
+    figures_ring,
     info,
 )
 from ejkernel.cli.measure import WrongResultError
@@ -25,9 +27,11 @@ from ejkernel.cli.measure import WrongResultError
 FIGURES = (
     *figures.FIGURES,
     *figures_grouped_matmul.FIGURES,
+    *figures_blocksparse.FIGURES,
     *figures_native_sparse.FIGURES,
-    *figures_gla.FIGURES,
+    *figures_ring.FIGURES,
     *figures_paged.FIGURES,
+    *figures_gla.FIGURES,
 )
 
 

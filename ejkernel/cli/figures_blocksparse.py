@@ -45,24 +45,25 @@ def _with_gradients(function: Callable) -> Callable:
 
 
 def _check(arrays: tuple, block_mask: jax.Array, out: jax.Array, gradients: tuple = ()) -> None:
-    """Compare with attention written out in float64: one head, all of it with the gradients."""
+    """Compare one head with attention written out in float64, some rows of blocks at a time."""
     query, key, value, along = (np.asarray(x[0, :, 0], np.float64) for x in arrays)
-    seen = np.repeat(np.repeat(np.asarray(block_mask), _BLOCK_SIZE, 0), _BLOCK_SIZE, 1)
     scale = _HEAD_DIM**-0.5
-    weights = query @ key.T
-    weights *= scale
-    weights[~seen] = -np.inf
-    np.exp(weights - weights.max(axis=-1, keepdims=True), out=weights)
-    weights /= weights.sum(axis=-1, keepdims=True)
-    expected = weights @ value
+    expected = np.empty_like(value)
+    d_query, d_key, d_value = np.empty_like(query), np.zeros_like(key), np.zeros_like(value)
+    for begin in range(0, _BLOCKS, 8):
+        rows = slice(begin * _BLOCK_SIZE, (begin + 8) * _BLOCK_SIZE)
+        seen = np.asarray(block_mask[begin : begin + 8]).repeat(_BLOCK_SIZE, 0)
+        logits = np.where(seen.repeat(_BLOCK_SIZE, 1), query[rows] @ key.T * scale, -np.inf)
+        weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        weights /= weights.sum(axis=-1, keepdims=True)
+        expected[rows] = weights @ value
+        delta = (along[rows] * expected[rows]).sum(axis=-1, keepdims=True)
+        d_logits = weights * (along[rows] @ value.T - delta)
+        d_query[rows] = d_logits @ key * scale
+        d_key += d_logits.T @ query[rows] * scale
+        d_value += weights.T @ along[rows]
     measure.check_close(out[0, :, 0], expected, ulps=32)
-    if not gradients:
-        return
-    d_logits = along @ value.T
-    d_logits -= (along * expected).sum(axis=-1, keepdims=True)
-    d_logits *= weights
-    expected_gradients = (d_logits @ key * scale, d_logits.T @ query * scale, weights.T @ along)
-    for got, right in zip(gradients, expected_gradients, strict=True):
+    for got, right in zip(gradients, (d_query, d_key, d_value), strict=False):
         measure.check_close(got[0, :, 0], right, ulps=128)
 
 

@@ -16,6 +16,7 @@ from ejkernel.kernels.flash_attention.inputs import Dropout, Inputs, Outputs, Sp
 from ejkernel.ops.config import BwdParams, FwdParams
 from ejkernel.types.rules import (
     Band,
+    Blocks,
     Chunks,
     Dense,
     Everything,
@@ -151,6 +152,22 @@ def test_a_call_of_a_single_block_needs_no_loop(name):
     if not inputs.mask.batched:
         program = actual.lower(cast(inputs, jnp.float32), spec, 64, 64).as_text()
         assert "stablehlo.while" not in program
+
+
+SOME_BLOCKS = Blocks(jnp.array(np.random.default_rng(4).random((2, 1, 20, 20)) < 0.5), 2, 2)
+LISTED = {
+    "blocks": {"mask": SOME_BLOCKS},
+    "blocks_of_heads": {"mask": Blocks(COIN[:1, :, :20, :20], 2, 2), "sinks": (4, 2)},
+    "ragged_blocks": {"mask": SOME_BLOCKS, "queries": 39, "keys": 37, "bias": (2, 1, 39, 37)},
+    "bias_of_keys": {"mask": SOME_BLOCKS & Band(None, 3), "bias": (1, 4, 1, 40), "soft_cap": 2.0},
+    "bias_of_rows": {"mask": SOME_BLOCKS | Band(-3, 0), "bias": (1, 1, 40, 1), "dropout_prob": 0.3},
+}
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_small_blocks_of_a_list_share_tiles(name):
+    """Twenty blocks of two: lists of about ten, eight of which stand in a first tile."""
+    check(*call(**LISTED[name]), jnp.float32, [(2, 2)])
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -346,3 +363,25 @@ def test_a_narrow_window_gets_narrow_blocks():
     assert math.prod(xla.heuristic_forward(narrow, spec)) < math.prod(
         xla.heuristic_forward(wide, spec)
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "chosen"),
+    [
+        ((64, 64), (64, 64)),
+        ((16, 128), (16, 128)),
+        ((1, 10), (16, 20)),  # too small alone
+        ((512, 1536), (256, 512)),  # a part of the mask's blocks
+        ((257, 64), (256, 64)),  # no part of it would do
+    ],
+)
+def test_a_mask_of_blocks_gets_its_blocks(given, chosen):
+    grid = tuple(-(-4096 // size) for size in given)
+    mask = Blocks(jnp.zeros((1, 1, *grid), bool), *given)
+    inputs = shapes_of(queries=4096, keys=4096)
+    for rule in (mask, mask & Band(None, 0), mask | Chunks(64)):
+        inputs = inputs._replace(mask=rule)
+        spec = Spec(softmax_scale=0.3)
+        assert xla.heuristic_forward(inputs, spec) == chosen
+        assert xla.heuristic_backward(inputs, spec) == chosen
+        assert chosen in xla.candidates_forward(inputs, spec)

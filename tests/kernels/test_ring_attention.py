@@ -84,9 +84,78 @@ def test_value_and_gradients_are_those_of_flash_attention(name):
 def test_chunks_are_a_mask_and_not_a_tile():
     q, k, v = arrays()
     same_chunk = np.arange(LENGTH)[:, None] // 12 == np.arange(LENGTH)[None] // 12
-    expected = flash_attention(q, k, v, causal=True, attention_mask=same_chunk[None])
-    close(ring_attention(q, k, v, chunk_size=12), expected)
-    close(ring_attention(q, k, v, chunk_size=12, axis_name="sp", mesh=RING), expected)
+    mask = {"causal": True, "attention_mask": same_chunk[None]}
+    expected = value_and_gradients(flash_attention, q, k, v, mask)
+    close(ring_attention(q, k, v, chunk_size=12), expected[0])
+    ring = lambda *a: ring_attention(*a, chunk_size=12, axis_name="sp", mesh=RING)
+    got = jax.jit(lambda *a: value_and_gradients(ring, *a, {}))(q, k, v)
+    jax.tree.map(close, got, expected)
+
+
+# With equal logits and the position as value, the output is the mean of the visible positions.
+AT = np.arange(LENGTH)
+BY_HAND = {
+    "plain": ({}, np.full(LENGTH, 31.5)),
+    "causal": ({"causal": True}, AT / 2),
+    "causal_offset": (
+        {"causal": True, "causal_offset": -10},
+        np.where(AT < 10, 0, (AT - 10) / 2),  # the first ten see nothing
+    ),
+    "window": ({"sliding_window": (9, 0)}, (np.maximum(AT - 9, 0) + AT) / 2),
+    "chunks": ({"chunk_size": 20}, (AT // 20 * 20 + AT) / 2),
+    # A sink of logit log 2 weighs as much as two keys of value 0.
+    "sinks": (
+        {"causal": True, "softmax_aux": np.log(np.float32([2.0]))},
+        AT / 2 * (AT + 1) / (AT + 3),
+    ),
+    # Odd keys weigh three times as much: 32 even ones of mean 31, 32 odd ones of mean 32.
+    "bias": (
+        {"bias": np.float32(np.log(np.where(AT % 2, 3.0, 1.0)))[None]},
+        np.full(LENGTH, (31 + 3 * 32) / 4),
+    ),
+    "soft_cap": (
+        {"bias": np.float32(np.where(AT % 2, 1e9, 0.0))[None], "logits_soft_cap": np.log(3.0)},
+        np.full(LENGTH, (31 + 3 * 32) / 4),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_values_that_can_be_worked_out(name):
+    arguments, expected = BY_HAND[name]
+    zeros = jnp.zeros((1, LENGTH, 1, 2))
+    value = jnp.arange(float(LENGTH)).reshape(1, LENGTH, 1, 1)
+    out = ring_attention(zeros, zeros, value, axis_name="sp", mesh=RING, **arguments)
+    np.testing.assert_allclose(out[0, :, 0, 0], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_keys_that_nobody_sees_are_not_read():
+    """Two devices hold nothing but NaN, and so does a part of a third."""
+    q, k, v = arrays()
+    seen = jnp.arange(LENGTH) < 44
+    info = MaskInfo.from_segments(jnp.zeros((2, LENGTH), jnp.int32)).apply_kv_lengths(
+        jnp.array([44, 44])
+    )
+    ring = lambda *a: ring_attention(*a, axis_name="sp", mesh=RING, cfg=SMALL, mask_info=info)
+    run = jax.jit(lambda *a: value_and_gradients(ring, *a, {}))
+    poison = lambda x: jnp.where(seen[:, None, None], x, jnp.nan)
+    out, (d_query, d_key, d_value, _) = run(q, poison(k), poison(v))
+    jax.tree.map(close, (out, d_query), (lambda o, g: (o, g[0]))(*run(q, k, v)))
+    for gradient in (d_key, d_value):
+        assert (gradient[:, ~seen] == 0).all()
+        assert np.isfinite(gradient).all()
+
+
+def test_parts_are_merged_in_float32():
+    """Eight merges in bfloat16 would round eight times; the result is rounded once."""
+    narrow = [x.astype(jnp.bfloat16) for x in arrays()]
+    got = ring_attention(*narrow, axis_name="sp", mesh=RING, causal=True)
+    assert got.dtype == jnp.bfloat16
+    exact = flash_attention(*(x.astype(jnp.float32) for x in narrow), causal=True)
+    rounded = np.asarray(exact.astype(jnp.bfloat16), np.float32)
+    # What lies between two numbers of bfloat16 may go either way.
+    np.testing.assert_allclose(np.asarray(got, np.float32), rounded, rtol=2**-7, atol=1e-6)
+    assert (np.asarray(got, np.float32) == rounded).mean() > 0.99
 
 
 def test_batch_and_heads_may_be_split_as_well():
@@ -160,6 +229,32 @@ def test_the_program_passes_keys_on_and_gathers_nothing():
     text = grad.lower(q, k, v).compile().as_text()
     assert "collective-permute" in text
     assert not re.search("all-gather|all-to-all", text)
+
+
+def test_the_backward_pass_is_a_ring_of_its_own():
+    """Keys and values travel forward; backward they do so again, and their gradients with them.
+
+    Differentiating the hops would turn the two permutes round and keep every hop's keys.
+    """
+    q, k, v = arrays()
+    run = lambda q, k, v: ring_attention(q, k, v, axis_name="sp", causal=True, mesh=RING)
+    grad = jax.grad(lambda *a: run(*a).sum(), argnums=(0, 1, 2))
+    forward, both = (jax.jit(f).lower(q, k, v).as_text() for f in (run, grad))
+    permutes = re.compile(r"stablehlo\.collective_permute.*?-> tensor<([\dx]+)xf32>", re.DOTALL)
+    keys, values = "2x8x2x8", "2x8x2x12"  # of one device
+    assert sorted(permutes.findall(forward)) == [values, keys]
+    assert sorted(permutes.findall(both)) == [values] * 3 + [keys] * 3
+    assert not re.search(rf"tensor<8x({keys}|{values})xf32>", both)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_gradients_inside_a_mesh_around_the_call():
+    q, k, v = arrays()
+    extra = {"causal": True, "softmax_aux": jnp.ones((4, 1))}
+    with RING:
+        ring = lambda *a, **kw: ring_attention(*a, axis_name="sp", **kw)
+        got = value_and_gradients(ring, q, k, v, extra)
+    jax.tree.map(close, got, value_and_gradients(flash_attention, q, k, v, extra))
 
 
 @pytest.mark.usefixtures("as_a_user_calls")

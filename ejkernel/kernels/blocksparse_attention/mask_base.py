@@ -7,11 +7,8 @@ from typing import Any, ClassVar
 import numpy as np
 from jaxtyping import Bool, Int8
 
-from ejkernel.kernels.blocksparse_attention.mask_blocks import (
-    PARTIAL,
-    block_slices,
-    block_states_of,
-)
+from ejkernel.kernels.blocksparse_attention.mask_blocks import block_slices, block_states_of
+from ejkernel.types.block_map import PARTIAL
 
 
 class Mask(abc.ABC):

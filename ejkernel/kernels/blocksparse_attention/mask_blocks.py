@@ -6,8 +6,6 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int8
 
-EMPTY, PARTIAL, FULL = 0, 1, 2
-
 
 def block_slices(i: int, j: int, block_q: int, block_kv: int) -> tuple[slice, slice]:
     """Where block (i, j) lies."""

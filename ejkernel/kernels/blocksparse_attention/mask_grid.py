@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ejkernel.kernels.blocksparse_attention.mask_base import Mask
-from ejkernel.kernels.blocksparse_attention.mask_blocks import EMPTY, PARTIAL, block_slices
+from ejkernel.kernels.blocksparse_attention.mask_blocks import block_slices
+from ejkernel.types.block_map import EMPTY, PARTIAL
 
 _Q, _KV = 3, 4
 

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ejkernel.kernels.blocksparse_attention.mask_blocks import FULL, PARTIAL
 from ejkernel.kernels.blocksparse_attention.mask_grid import (
     Layout,
     next_active,
@@ -26,6 +25,7 @@ from ejkernel.kernels.blocksparse_attention.mask_grid import (
     shrunk,
 )
 from ejkernel.kernels.blocksparse_attention.masks import ComputableMask, MultiHeadMask
+from ejkernel.types.block_map import FULL, PARTIAL
 
 # A training step needs the forward and dkv form of a few masks.
 _RESULTS_KEPT = 12

@@ -7,7 +7,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.kernels.blocksparse_attention.mask_blocks import FULL, PARTIAL
 from ejkernel.kernels.blocksparse_attention.masks import (
     CausalMask,
     ChunkedCausalMask,
@@ -20,6 +19,7 @@ from ejkernel.kernels.blocksparse_attention.masks import (
 )
 from ejkernel.kernels.common.arguments import as_array
 from ejkernel.kernels.common.masking import Extent
+from ejkernel.types.block_map import EMPTY, FULL, PARTIAL
 from ejkernel.types.rules import And, Band, Blocks, Chunks, Dense, Everything, Or, Rule
 
 _NAME = "blocksparse_attention"
@@ -80,8 +80,8 @@ def rule_of_builder(builder: Callable[..., Mask], size: Any, extent: Extent, gro
             f"{_NAME}: mask_builder gave masks of {len(masks)} heads for {extent.heads}."
         )
     if all(mask == masks[0] for mask in masks):
-        return rule_of_mask(masks[0])
-    return _rule_per_head(masks, *block_sizes(size))
+        masks = masks[:1]
+    return _rule_of_heads(masks, *block_sizes(size))
 
 
 def rule_of_mask(mask: Mask) -> Rule:
@@ -103,11 +103,37 @@ def rule_of_mask(mask: Mask) -> Rule:
     return Dense(jnp.asarray(mask[:, :])[None, None])
 
 
-def _rule_per_head(masks: Sequence[Mask], block_q: int, block_k: int) -> Rule:
-    """Masks that differ between heads: by blocks if no block is partial, else pair by pair."""
+def _rule_of_heads(masks: Sequence[Mask], block_q: int, block_k: int) -> Rule:
+    """The rule of one mask for all heads or of one for each: a formula, by blocks, or by pairs."""
+    formulas = all(map(_has_formula, masks))
+    if formulas and len(masks) == 1:
+        return rule_of_mask(masks[0])
     queries, keys = masks[0].shape
+    states = None
     if queries % block_q == 0 and keys % block_k == 0:
         states = np.stack([mask.block_states(block_q, block_k) for mask in masks])
         if not (states == PARTIAL).any():
             return Blocks(jnp.asarray(states == FULL)[None], block_q, block_k)
-    return Dense(jnp.asarray(np.stack([mask[:, :] for mask in masks]))[None])
+    if formulas:
+        return _formula_of_each_head(masks)
+    pairs = Dense(jnp.asarray(np.stack([mask[:, :] for mask in masks]))[None])
+    if states is None or (states != EMPTY).mean() > 0.5:
+        return pairs
+    # With its blocks, only those that hold something are visited, however they lie.
+    return Blocks(jnp.asarray(states != EMPTY)[None], block_q, block_k) & pairs
+
+
+def _formula_of_each_head(masks: Sequence[Mask]) -> Rule:
+    """A union of formulas, each for the heads that have it: no array of queries by keys."""
+    rules = []
+    for one in dict.fromkeys(masks):
+        heads = jnp.asarray([mask == one for mask in masks])
+        rules.append(Dense(heads[None, :, None, None]) & rule_of_mask(one))
+    return Or(tuple(rules))
+
+
+def _has_formula(mask: Mask) -> bool:
+    """Whether its rule needs no array of queries by keys."""
+    if isinstance(mask, LogicalAnd | LogicalOr):
+        return _has_formula(mask.left) and _has_formula(mask.right)
+    return isinstance(mask, FullMask | CausalMask | LocalMask | ChunkedCausalMask)

@@ -26,7 +26,8 @@ from ejkernel.kernels.blocksparse_attention.mask_base import (
 from ejkernel.kernels.blocksparse_attention.mask_base import LogicalAnd as LogicalAnd
 from ejkernel.kernels.blocksparse_attention.mask_base import LogicalOr as LogicalOr
 from ejkernel.kernels.blocksparse_attention.mask_base import Mask as Mask
-from ejkernel.kernels.blocksparse_attention.mask_blocks import FULL, BandFunction, ChunkFunction
+from ejkernel.kernels.blocksparse_attention.mask_blocks import BandFunction, ChunkFunction
+from ejkernel.types.block_map import FULL
 
 
 class ComputableMask(Mask):

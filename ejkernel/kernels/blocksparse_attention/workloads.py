@@ -11,7 +11,7 @@ from ejkernel.kernels.blocksparse_attention.masks import (
     Mask,
 )
 from ejkernel.ops.config import BwdParams, FwdParams
-from ejkernel.ops.workload import Workload, boolean, normal, value
+from ejkernel.ops.workload import Draw, Workload, boolean, normal, value
 from ejkernel.types.mask import MaskInfo
 
 _ARRAYS = {
@@ -19,6 +19,16 @@ _ARRAYS = {
     "key": normal(2, 48, 2, 16),
     "value": normal(2, 48, 2, 16),
 }
+
+
+def _arrays(queries: int, keys: int, head_dim: int, value_dim: int) -> dict[str, Draw]:
+    return {
+        "query": normal(2, queries, 4, head_dim),
+        "key": normal(2, keys, 2, head_dim),
+        "value": normal(2, keys, 2, value_dim),
+    }
+
+
 _HEADS_FIRST = {
     "query": normal(2, 4, 48, 16),
     "key": normal(2, 2, 48, 16),
@@ -71,6 +81,25 @@ WORKLOADS = (
             "block_mask": boolean(6, 6),
             "block_size": 8,
         },
+    ),
+    Workload("one_token", _arrays(1, 1, 40, 40) | {"block_mask": boolean(1, 1, chance=1.0)}),
+    Workload(
+        "decode", _arrays(1, 127, 60, 80) | {"block_mask": boolean(2, 1, 1, 8), "block_size": 16}
+    ),
+    Workload(
+        "odd_lengths",
+        _arrays(63, 127, 80, 96)
+        | {
+            "block_mask": boolean(4, 8, 16),
+            "block_size": 8,
+            "bias": normal(2, 1, 63, 127),
+            "softmax_aux": normal(3),
+            "logits_soft_cap": 4.0,
+        },
+    ).core(),
+    Workload(
+        "wide_heads",
+        _arrays(127, 63, 192, 192) | {"block_mask": boolean(4, 2), "block_size": 32},
     ),
 )
 

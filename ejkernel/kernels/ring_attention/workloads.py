@@ -4,7 +4,7 @@ import jax.numpy as jnp
 
 from ejkernel.kernels.ring_attention.config import RingAttentionConfig
 from ejkernel.ops.config import BwdParams, FwdParams
-from ejkernel.ops.workload import Workload, boolean, normal, value
+from ejkernel.ops.workload import Draw, Workload, boolean, normal, value
 from ejkernel.types.mask import MaskInfo
 
 _ARRAYS = {
@@ -12,6 +12,15 @@ _ARRAYS = {
     "key": normal(2, 48, 2, 16),
     "value": normal(2, 48, 2, 24),
 }
+
+
+def _arrays(queries: int, keys: int, head_dim: int, value_dim: int) -> dict[str, Draw]:
+    return {
+        "query": normal(2, queries, 4, head_dim),
+        "key": normal(2, keys, 2, head_dim),
+        "value": normal(2, keys, 2, value_dim),
+    }
+
 
 WORKLOADS = (
     Workload("plain", _ARRAYS),
@@ -31,6 +40,12 @@ WORKLOADS = (
             "attention_mask": boolean(2, 48, chance=0.8),
         },
     ).core(),
+    Workload("one_token", _arrays(1, 1, 40, 60) | {"causal": True}),
+    Workload(
+        "odd_lengths",
+        _arrays(63, 127, 80, 96) | {"causal": True, "causal_offset": 64, "softmax_aux": normal(3)},
+    ),
+    Workload("wide_heads", _arrays(127, 127, 192, 192) | {"sliding_window": (20, 4)}),
 )
 
 CONFIGS = (
