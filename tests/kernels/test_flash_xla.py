@@ -176,6 +176,10 @@ def test_narrow_dtypes_accumulate_in_float32(name, dtype):
     check(*call(**CASES[name]), dtype, [(7, 13)])
 
 
+def test_a_single_query_in_bfloat16_has_gradients_over_several_blocks():
+    check(*call(**CASES["decode"]), jnp.bfloat16, [(1, 8)])
+
+
 def test_float64_accumulates_in_float64():
     inputs, spec = call(**CASES["all_at_once"])
     with jax.enable_x64(True):

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.scipy.special import logsumexp
 
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
@@ -30,7 +31,8 @@ def backward(
         u, j = divmod(index, tiles.k_blocks)
         unit = tiles.unit(u)
         keys, values = tiles.keys(key, unit, j), tiles.keys(value, unit, j)
-        keys_t = jnp.swapaxes(keys, 1, 2)
+        # Transposed before the matmul, not by it: of few bfloat16 rows XLA could not run that on CPUs.
+        keys_t = lax.optimization_barrier(jnp.swapaxes(keys, 1, 2))
 
         def step(i: Any, carry: tuple) -> tuple:
             d_query, d_bias, d_sinks, d_keys, d_values = carry
