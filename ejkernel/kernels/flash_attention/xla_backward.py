@@ -31,7 +31,7 @@ def backward(
         u, j = divmod(index, tiles.k_blocks)
         unit = tiles.unit(u)
         keys, values = tiles.keys(key, unit, j), tiles.keys(value, unit, j)
-        # Transposed before the matmul, not by it: of few bfloat16 rows XLA could not run that on CPUs.
+        # Transposed before the matmul, not by it: XLA on CPUs cannot with few bfloat16 rows.
         keys_t = lax.optimization_barrier(jnp.swapaxes(keys, 1, 2))
 
         def step(i: Any, carry: tuple) -> tuple:
