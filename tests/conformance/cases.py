@@ -59,6 +59,8 @@ def workloads_of(name: str) -> Any:
 def all_cases(thorough: bool = True) -> list[Any]:
     """Every case as a pytest parameter; those of other hardware carry its mark.
 
+    TPU kernels are interpreted where there is no TPU.
+
     Where not `thorough`, what is no core workload is marked slow.
     """
     cases = []
@@ -77,13 +79,20 @@ def all_cases(thorough: bool = True) -> list[Any]:
     return cases
 
 
-def served(case: Case, invocation: Invocation, direction: Any = "forward") -> Any:
-    """The pass that takes the call; skips, with its own words, a call that it refuses."""
+def refuses(case: Case, invocation: Invocation, direction: Any) -> str | None:
+    """Why the implementation does not take this pass of a call; None: it does."""
     device = device_of(jax.tree.leaves(invocation.inputs))
-    reason = case.source.elsewhere(device)
-    chosen = None if reason else getattr(case.source.load(), direction)
-    if chosen is not None:
-        reason = chosen.refusal(invocation.inputs, invocation.spec, device)
-    if chosen is None or reason:
-        pytest.skip(f"{case.source.platform.value}: {reason or f'no {direction}'}")
-    return chosen
+    if reason := case.source.elsewhere(device):
+        return reason
+    chosen = getattr(case.source.load(), direction)
+    if chosen is None:
+        return f"no {direction}"
+    return chosen.refusal(invocation.inputs, invocation.spec, device)
+
+
+def served(case: Case, invocation: Invocation, *directions: Any) -> Any:
+    """The passes that take the call; skips, with its own words, a call that one refuses."""
+    for direction in directions:
+        if reason := refuses(case, invocation, direction):
+            pytest.skip(f"{case.source.platform.value}: {reason}")
+    return [getattr(case.source.load(), direction) for direction in directions]

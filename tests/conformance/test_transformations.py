@@ -21,7 +21,7 @@ def runner(call, **request):
 @pytest.mark.parametrize("case", all_cases(thorough=False))
 def test_vmap_equals_a_loop(case):
     calls = [case.call(seed=seed) for seed in (0, 1)]
-    served(case, calls[0])
+    served(case, calls[0], "forward", "backward")
     run = runner(calls[0])
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *(call.inputs for call in calls))
     outputs, gradients = jax.vmap(with_gradients(run))(stacked)
@@ -34,7 +34,7 @@ def test_vmap_equals_a_loop(case):
 @pytest.mark.parametrize("case", all_cases(thorough=False))
 def test_vmap_over_the_query_alone_equals_a_loop(case):
     call, other = case.call(seed=0), case.call(seed=1)
-    served(case, call)
+    served(case, call, "forward", "backward")
     run = runner(call)
     first = call.inputs._fields[0]
     queries = [getattr(c.inputs, first) for c in (call, other)]
@@ -52,7 +52,7 @@ def test_vmap_over_the_query_alone_equals_a_loop(case):
 @pytest.mark.parametrize("case", all_cases(thorough=False))
 def test_jit_and_remat_change_nothing(case):
     call = case.call()
-    served(case, call)
+    served(case, call, "forward", "backward")
     run = runner(call)
     plain = with_gradients(run)(call.inputs)
     for changed in (
@@ -68,7 +68,7 @@ def test_jit_and_remat_change_nothing(case):
 def test_a_mesh_changes_nothing(case):
     """Batch over two devices, heads over four, with specs for the first three arrays alone."""
     call = case.call()
-    served(case, call)
+    served(case, call, "forward", "backward")
     ranks = [getattr(getattr(call.inputs, n, None), "ndim", None) for n in call.op.operands[:3]]
     letters = [
         axes.of_field(type(call.inputs), name, rank)

@@ -90,7 +90,7 @@ def backward(
         key=_like(d_key, inputs.key),
         value=_like(d_value, inputs.value),
         bias=_like(d_bias, inputs.bias),
-        sinks=_per_sink(d_sinks, inputs.sinks),
+        sinks=per_sink(d_sinks, inputs.sinks),
         mask=None,
     )
 
@@ -120,7 +120,7 @@ def _row_terms(inputs: Inputs, residuals: Outputs, d_outputs: Outputs, dtype: An
     return [safe_lse, share * delta - d_lse, share]
 
 
-def _per_sink(d_lse: jax.Array | None, sinks: jax.Array | None) -> jax.Array | None:
+def per_sink(d_lse: jax.Array | None, sinks: jax.Array | None) -> jax.Array | None:
     """The gradient of each sink from that of a head's sinks together, [n]."""
     if d_lse is None or sinks is None:
         return None

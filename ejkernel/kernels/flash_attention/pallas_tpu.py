@@ -1,0 +1,210 @@
+"""Flash attention on TPUs, in Pallas: what it takes, and tiles that fit into VMEM.
+
+Tiles are multiples of 128 queries and keys. Forward, `blocksize_heads` query heads of a key head are
+worked on at once; backward `blocksize_n` of them, and `blocksize_m` queries, whose gradient stays in
+VMEM.
+"""
+
+import dataclasses
+import itertools
+
+import jax.numpy as jnp
+
+from ejkernel.kernels.common.tpu_memory import MEBIBYTE, core_of, vmem_bytes
+from ejkernel.kernels.flash_attention import pallas_tpu_backward, pallas_tpu_forward
+from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
+from ejkernel.kernels.flash_attention.pallas_tpu_call import LANES, TileSize
+from ejkernel.ops.config import BwdParams, FwdParams
+from ejkernel.ops.implementation import Implementation, Pass
+from ejkernel.ops.platform import Device
+
+# From the best that a tile can be to the least: halved in turn until it fits.
+_FORWARD = ((512, 1024), (512, 512), (256, 512), (256, 256), (128, 256), (128, 128))
+_BACKWARD = ((512, 512), (256, 512), (256, 256), (128, 256), (128, 128))
+_GOOD_PART = 1024  # queries whose gradient should fit, or a smaller tile is better
+_SHARE = 0.6  # of VMEM; the compiler needs some for itself
+
+
+def forward(inputs: Inputs, spec: Spec, params: FwdParams | None) -> tuple[Outputs, Outputs]:
+    """Outputs, which are also the residuals."""
+    defaults = heuristic_forward(inputs, spec, None)
+    chosen = params or defaults
+    size = TileSize(
+        _tile(chosen.q_blocksize or defaults.q_blocksize),
+        _tile(chosen.kv_blocksize or defaults.kv_blocksize),
+        _heads(inputs, chosen.blocksize_heads or 1),
+    )
+    vmem = _limit(_forward_bytes(inputs, size))
+    outputs = pallas_tpu_forward.forward(inputs, spec, size, vmem)
+    return outputs, outputs
+
+
+def backward(
+    inputs: Inputs, residuals: Outputs, d_outputs: Outputs, spec: Spec, params: BwdParams | None
+) -> Inputs:
+    """Gradients, shaped like the inputs; None where there is none."""
+    defaults = heuristic_backward(inputs, spec, None)
+    chosen = params or defaults
+    size = TileSize(
+        _tile(chosen.q_blocksize or defaults.q_blocksize),
+        _tile(chosen.kv_blocksize or defaults.kv_blocksize),
+        _heads(inputs, chosen.blocksize_n or defaults.blocksize_n or 1),
+    )
+    part = _up(chosen.blocksize_m or defaults.blocksize_m or 0, size.queries)
+    vmem = _limit(_backward_bytes(inputs, size) + _kept_bytes(inputs, size, part))
+    return pallas_tpu_backward.backward(
+        inputs, residuals, d_outputs, spec, size, part=part, vmem=vmem
+    )
+
+
+def heuristic_forward(inputs: Inputs, spec: Spec, device: Device | None) -> FwdParams:
+    """The largest of the good tiles that fits."""
+    heads = _heads(inputs, 2)
+    for queries, keys in _FORWARD:
+        size = _clipped(inputs, TileSize(queries, keys, heads))
+        if _forward_bytes(inputs, size) <= _SHARE * core_of(device).vmem:
+            break
+    return FwdParams(q_blocksize=size.queries, kv_blocksize=size.keys, blocksize_heads=size.heads)
+
+
+def heuristic_backward(inputs: Inputs, spec: Spec, device: Device | None) -> BwdParams:
+    """The largest of the good tiles that fits, and as many queries as their gradient fits."""
+    budget, q_len = _SHARE * core_of(device).vmem, inputs.query.shape[1]
+    size, part = TileSize(LANES, LANES, 1), LANES
+    for heads, (queries, keys) in itertools.product((4, 2, 1), _BACKWARD):
+        size = _clipped(inputs, TileSize(queries, keys, _heads(inputs, heads)))
+        left = int(budget - _backward_bytes(inputs, size))
+        part = left // _kept_bytes(inputs, size, size.queries) * size.queries
+        if part >= min(_GOOD_PART, _up(q_len, size.queries)):
+            break
+    return BwdParams(
+        q_blocksize=size.queries,
+        kv_blocksize=size.keys,
+        blocksize_m=min(max(part, size.queries), _up(q_len, size.queries)),
+        blocksize_n=size.heads,
+    )
+
+
+def _limit(estimate: int) -> int:
+    """What to ask the compiler for: it needs some for itself."""
+    return max(16 * MEBIBYTE, int(estimate / _SHARE * 0.9))
+
+
+def _clipped(inputs: Inputs, size: TileSize) -> TileSize:
+    """No tile larger than the call."""
+    return size._replace(
+        queries=min(size.queries, _tile(inputs.query.shape[1])),
+        keys=min(size.keys, _tile(inputs.key.shape[1])),
+    )
+
+
+def _tile(number: int | None) -> int:
+    """The next multiple of the lanes, of which every tile is one."""
+    return max(LANES, _up(number or 0, LANES))
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _heads(inputs: Inputs, most: int) -> int:
+    """Query heads of one key head to work on at once."""
+    group = inputs.query.shape[2] // inputs.key.shape[2]
+    return next(n for n in range(min(group, most), 0, -1) if group % n == 0)
+
+
+def _operand_bytes(inputs: Inputs, size: TileSize) -> int:
+    """Blocks of query, key, value and of what masks and biases them, each held twice."""
+    dtype, width, columns = inputs.query.dtype, inputs.query.shape[3], inputs.value.shape[3]
+    blocks = [
+        vmem_bytes((size.heads, size.queries, width), dtype),
+        vmem_bytes((size.keys, width), dtype),
+        vmem_bytes((size.keys, columns), dtype),
+        2 * vmem_bytes((size.queries, 1), jnp.int32),
+    ]
+    if inputs.bias is not None:
+        blocks.append(vmem_bytes((size.heads, size.queries, size.keys), inputs.bias.dtype))
+    if inputs.mask is not None and "mask" in inputs.mask.features():
+        blocks.append(vmem_bytes((size.queries, size.keys), jnp.int8))
+    return 2 * sum(blocks)
+
+
+def _forward_bytes(inputs: Inputs, size: TileSize) -> int:
+    columns, rows = inputs.value.shape[3], (size.heads, size.queries)
+    results = 2 * vmem_bytes((*rows, columns), inputs.query.dtype)
+    kept = vmem_bytes((*rows, columns + 2 * LANES), jnp.float32)
+    tiles = 4 * size.heads * vmem_bytes((size.queries, size.keys), jnp.float32)
+    return _operand_bytes(inputs, size) + results + kept + tiles
+
+
+def _backward_bytes(inputs: Inputs, size: TileSize) -> int:
+    """All but the gradient of the queries, which stays in VMEM too."""
+    width, columns = inputs.query.shape[3], inputs.value.shape[3]
+    d_out = 2 * vmem_bytes((size.heads, size.queries, columns), inputs.query.dtype)
+    results = 3 * vmem_bytes((size.keys, width), jnp.float32)
+    results += 3 * vmem_bytes((size.keys, columns), jnp.float32)
+    tiles = 6 * min(size.heads, 4) * vmem_bytes((size.keys, size.queries), jnp.float32)
+    return _operand_bytes(inputs, size) + d_out + results + tiles
+
+
+def _kept_bytes(inputs: Inputs, size: TileSize, part: int) -> int:
+    """The gradient of so many queries, and what their sinks take."""
+    kept = vmem_bytes((size.heads, inputs.query.shape[3], part), jnp.float32)
+    if inputs.sinks is not None:
+        kept += vmem_bytes((size.heads, 1, part), jnp.float32)
+    return kept
+
+
+def why_not(inputs: Inputs, spec: Spec, device: Device) -> str | None:
+    """What the kernels do not compute."""
+    if inputs.query.dtype not in (jnp.float32, jnp.bfloat16):
+        return f"computes float32 and bfloat16, not {inputs.query.dtype}"
+    return None
+
+
+def why_not_backward(inputs: Inputs, spec: Spec, device: Device) -> str | None:
+    """What the backward kernel does not compute."""
+    if inputs.bias is not None:
+        batch, q_len, heads, _ = inputs.query.shape
+        if inputs.bias.shape != (batch, heads, q_len, inputs.key.shape[1]):
+            return "gives the gradient of a bias only where it is not broadcast"
+    return why_not(inputs, spec, device)
+
+
+def _candidates_forward(inputs: Inputs, spec: Spec, device: Device) -> list[FwdParams]:
+    sizes = (
+        _clipped(inputs, TileSize(queries, keys, _heads(inputs, heads)))
+        for queries, keys in ((256, 512), (512, 512), (512, 1024), (1024, 512), (1024, 1024))
+        for heads in (1, 2, 4)
+    )
+    return [
+        FwdParams(q_blocksize=x.queries, kv_blocksize=x.keys, blocksize_heads=x.heads)
+        for x in dict.fromkeys(sizes)
+        if _forward_bytes(inputs, x) <= _SHARE * core_of(device).vmem
+    ]
+
+
+def _candidates_backward(inputs: Inputs, spec: Spec, device: Device) -> list[BwdParams]:
+    first = heuristic_backward(inputs, spec, device)
+    sizes = (_clipped(inputs, TileSize(queries, keys, 1)) for queries, keys in _BACKWARD)
+    return [
+        dataclasses.replace(first, q_blocksize=x.queries, kv_blocksize=x.keys)
+        for x in dict.fromkeys(sizes)
+        if x.queries <= (first.q_blocksize or 0)
+    ]
+
+
+IMPLEMENTATION = Implementation(
+    forward=Pass(
+        run=forward,
+        why_not=why_not,
+        heuristic=heuristic_forward,
+        candidates=_candidates_forward,
+    ),
+    backward=Pass(
+        run=backward,
+        why_not=why_not_backward,
+        heuristic=heuristic_backward,
+        candidates=_candidates_backward,
+    ),
+)

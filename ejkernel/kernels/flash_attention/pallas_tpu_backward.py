@@ -1,0 +1,283 @@
+"""Backward on TPU: one kernel along the columns of tiles, five matmuls a tile.
+
+Tiles stand keys by queries, so that every matmul takes its operands as they lie: the gradients of
+keys and values grow over a column, that of the queries, transposed, stays in VMEM for all columns.
+Where it would not fit there, the queries are cut into parts that run one after the other.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.scipy.special import logsumexp
+
+from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
+from ejkernel.kernels.flash_attention.pallas_tpu_call import (
+    LOG2_E,
+    Call,
+    Refs,
+    Result,
+    TileSize,
+    product,
+)
+from ejkernel.kernels.flash_attention.xla_backward import per_sink
+from ejkernel.types.block_map import EMPTY, FULL, PARTIAL
+from ejkernel.types.rules import Everything
+
+
+def backward(
+    inputs: Inputs,
+    residuals: Outputs,
+    d_outputs: Outputs,
+    spec: Spec,
+    size: TileSize,
+    *,
+    part: int,
+    vmem: int,
+) -> Inputs:
+    """Gradients of a call, `part` queries and `size.heads` of a group at a time, in `vmem` bytes."""
+    q_len = inputs.query.shape[1]
+    rows = [
+        [
+            _part(*_cut(inputs, residuals, d_outputs, heads, start, part), spec, size, start, vmem)
+            for start in range(0, q_len, part)
+        ]
+        for heads in _head_parts(inputs, size.heads)
+    ]
+    order = np.argsort(np.concatenate(_head_parts(inputs, size.heads)))
+    assemble = lambda which, axis, heads_axis: jnp.concatenate(
+        [jnp.concatenate([x[which] for x in row], axis) for row in rows], heads_axis
+    )[(slice(None),) * heads_axis + (order,)]
+    total = lambda which: functools.reduce(jnp.add, [x[which] for row in rows for x in row])
+    d_share = None
+    if inputs.sinks is not None:
+        shares = [functools.reduce(jnp.add, [x[4] for x in row]) for row in rows]
+        d_share = jnp.concatenate(shares)[order]
+    return Inputs(
+        query=assemble(0, 1, 2).astype(inputs.query.dtype),
+        key=total(1).astype(inputs.key.dtype),
+        value=total(2).astype(inputs.value.dtype),
+        bias=None if inputs.bias is None else assemble(3, 2, 1).astype(inputs.bias.dtype),
+        sinks=per_sink(d_share, inputs.sinks),
+        mask=None,
+    )
+
+
+def _head_parts(inputs: Inputs, heads: int) -> list[np.ndarray]:
+    """Query heads that are worked on together: `heads` of each key head."""
+    every = np.arange(inputs.query.shape[2]).reshape(inputs.key.shape[2], -1, heads)
+    return [every[:, i].reshape(-1) for i in range(every.shape[1])]
+
+
+def _cut(
+    inputs: Inputs, residuals: Outputs, d_outputs: Outputs, heads: np.ndarray, start: int, part: int
+) -> tuple[Inputs, Outputs, Outputs]:
+    """A call with some of its query heads, and some of its queries."""
+    q_len, kv_len = inputs.query.shape[1], inputs.key.shape[1]
+    end = min(start + part, q_len)
+    all_heads = len(heads) == inputs.query.shape[2]
+    pick = lambda x, axis: x if all_heads else jnp.take(x, heads, axis)
+    rows = lambda x, axis: jax.lax.slice_in_dim(x, start, end, axis=axis)
+    rule = inputs.mask or Everything()
+    sinks, counters = inputs.sinks, inputs.dropout
+    return (
+        inputs._replace(
+            query=rows(pick(inputs.query, 2), 1),
+            mask=rule if part >= q_len else rule.slice(start, end - start, 0, kv_len),
+            bias=None if inputs.bias is None else rows(pick(inputs.bias, 1), 2),
+            sinks=sinks if sinks is None or sinks.shape[0] == 1 else pick(sinks, 0),
+            dropout=counters and counters._replace(head_index=pick(counters.head_index, 0)),
+        ),
+        *(
+            Outputs(rows(pick(x.out, 2), 1), rows(pick(x.lse, 1), 2))
+            for x in (residuals, d_outputs)
+        ),
+    )
+
+
+def _part(
+    inputs: Inputs,
+    residuals: Outputs,
+    d_outputs: Outputs,
+    spec: Spec,
+    size: TileSize,
+    start: int,
+    vmem: int,
+) -> tuple:
+    """Gradients of query, key, value, bias and of what sinks take, for some of the queries."""
+    call = Call(inputs, spec, size, vmem=vmem, by_keys=True, first_query=start)
+    size = call.size
+    lse, delta, share = _row_terms(inputs, residuals, d_outputs)
+    d_out = d_outputs.out
+    if share is not None:
+        d_out = d_out * jnp.swapaxes(share, 1, 2)[..., None]
+    d_out = d_out.astype(inputs.query.dtype)
+    operands = [
+        call.of_queries(inputs.query),
+        call.of_queries(d_out),
+        call.of_keys(inputs.key),
+        call.of_keys(inputs.value),
+        call.of_rows(lse, jnp.inf),
+        call.of_rows(delta, 0.0),
+    ]
+    if inputs.bias is not None:
+        operands.append(call.of_tile(inputs.bias))
+    operands += call.mask_operands()
+
+    width, columns = inputs.key.shape[-1], inputs.value.shape[-1]
+    heads = call.q_heads if call.tiles.heads > 1 else call.kv_heads
+    keys = (call.batch, heads, call.kv_len)
+    blocks = -(-call.q_len // size.queries) * size.queries
+    resident = [(size.heads, width, blocks)]
+    if share is not None:
+        resident.append((size.heads, 1, blocks))
+    of_key_block = lambda at: (
+        at.batch,
+        at.heads if call.tiles.heads > 1 else call.key_head(at),
+        at.keys,
+        0,
+    )
+    results = [
+        Result((*keys, x), jnp.float32, call.spec_of((None, None, size.keys, x), of_key_block))
+        for x in (width, columns)
+    ]
+    if inputs.bias is not None:
+        tile = (None, size.heads, size.keys, size.queries)
+        spec_of_tile = call.spec_of(tile, lambda at: (at.batch, at.heads, at.keys, at.queries))
+        shape = (call.batch, call.q_heads, call.kv_len, call.q_len)
+        results.append(Result(shape, jnp.float32, spec_of_tile, zeroed=True))
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    results += [Result((call.batch, call.q_heads, *x[1:]), jnp.float32, anywhere) for x in resident]
+    d_key, d_value, *d_rest = call.run(
+        _kernel,
+        operands,
+        results,
+        [
+            pltpu.VMEM((size.keys, width), jnp.float32),
+            pltpu.VMEM((size.keys, columns), jnp.float32),
+            pltpu.VMEM((width, size.keys), inputs.key.dtype),
+            *(pltpu.VMEM(shape, jnp.float32) for shape in resident),
+        ],
+    )
+    if call.tiles.heads > 1:
+        of_group = lambda x: x.reshape(call.batch, call.kv_heads, -1, *x.shape[2:]).sum(2)
+        d_key, d_value = of_group(d_key), of_group(d_value)
+    d_bias = None if inputs.bias is None else jnp.swapaxes(d_rest.pop(0), 2, 3)
+    d_query = d_rest[0][..., : call.q_len].transpose(0, 3, 1, 2) * spec.softmax_scale
+    d_share = None
+    if share is not None:
+        # From the weights, not from the output, whose rounding many rows would add up.
+        taken = d_rest[1][:, :, 0, : call.q_len] * (1.0 - share)
+        d_share = -taken.sum((0, 2))
+    return (
+        d_query,
+        jnp.swapaxes(d_key, 1, 2) * spec.softmax_scale,
+        jnp.swapaxes(d_value, 1, 2),
+        d_bias,
+        d_share,
+    )
+
+
+def _kernel(call: Call, refs: Refs) -> None:
+    query, d_out, key, value, lse, delta, *others = refs.inputs
+    bias = others.pop(0) if call.inputs.bias is not None else None
+    sinks = call.inputs.sinks is not None
+    d_key, d_value, *rest = refs.outputs
+    d_bias = rest.pop(0) if bias is not None else None
+    results, rest = rest[: 1 + sinks], rest[1 + sinks :]
+    d_keys, d_values, key_t, *resident = rest
+    here = call.here(refs)
+    rows = pl.ds(pl.multiple_of(here.tile.queries * call.size.queries, 128), call.size.queries)
+
+    @pl.when(here.first_of_row)
+    def _():
+        for x in resident:
+            x[...] = jnp.zeros_like(x)
+
+    @pl.when(here.first)
+    def _():
+        d_keys[...] = jnp.zeros_like(d_keys)
+        d_values[...] = jnp.zeros_like(d_values)
+        keys = _within(key[...], here.tile.keys, call.kv_len if call.ragged_keys else None)
+        key_t[...] = keys.T
+
+    def visit(masked: bool) -> None:
+        q_end = call.q_len if masked and call.ragged_queries else None
+        k_end = call.kv_len if masked and call.ragged_keys else None
+        keys, values = (_within(x[...], here.tile.keys, k_end) for x in (key, value))
+        allowed = call.allowed(here.tile, refs) if masked else None
+        for head in range(call.size.heads):
+            queries, d_outs = (_within(x[head], here.tile.queries, q_end) for x in (query, d_out))
+            products = product(keys, queries, transpose_right=True)
+            of_head = None if bias is None else bias[head if bias.shape[0] > 1 else 0]
+            logits, slope = call.logits(products, of_head)
+            if allowed is not None:
+                logits = jnp.where(allowed, logits, -jnp.inf)
+            weights = used = jnp.exp2(logits - lse[head])
+            d_weights = product(values, d_outs, transpose_right=True)
+            if call.inputs.dropout is not None:
+                kept = call.kept(here.tile, head, refs)
+                grow = 1 / (1 - call.spec.dropout_prob)
+                used, d_weights = (jnp.where(kept, x * grow, 0.0) for x in (used, d_weights))
+            d_values[...] += product(used.astype(d_outs.dtype), d_outs)
+            if sinks:
+                resident[1][head, :, rows] += (weights * d_weights).sum(0, keepdims=True)
+            d_logits = weights * (d_weights - delta[head])
+            if slope is not None:
+                d_logits *= slope
+            if d_bias is not None:
+                d_bias[head] = d_logits
+            d_logits = d_logits.astype(queries.dtype)
+            d_keys[...] += product(d_logits, queries)
+            resident[0][head, :, rows] += product(key_t[...], d_logits)
+
+    if call.plain:
+        visit(masked=False)
+    else:
+        pl.when(here.state == FULL)(lambda: visit(masked=False))
+        pl.when(here.state == PARTIAL)(lambda: visit(masked=True))
+
+    if d_bias is not None:
+
+        @pl.when(here.state == EMPTY)
+        def _():
+            d_bias[...] = jnp.zeros_like(d_bias)
+
+    @pl.when(here.last)
+    def _():
+        d_key[...] = d_keys[...]
+        d_value[...] = d_values[...]
+
+    @pl.when(here.last_of_row)
+    def _():
+        heads = pl.ds(here.tile.heads * call.size.heads, call.size.heads)
+        for x, whole in zip(resident, results, strict=True):
+            pltpu.sync_copy(x, whole.at[here.tile.batch, heads])
+
+
+def _within(x: jax.Array, block, end: int | None) -> jax.Array:
+    """The rows of a block, 0 past the end: anything may lie there, and 0 times NaN is NaN."""
+    if end is None:
+        return x
+    row = block * x.shape[0] + jax.lax.broadcasted_iota(jnp.int32, (x.shape[0], 1), 0)
+    return jnp.where(row < end, x, jnp.zeros_like(x))
+
+
+def _row_terms(inputs: Inputs, residuals: Outputs, d_outputs: Outputs):
+    """What the logits of a row share: lse in base 2, delta and, with sinks, the keys' share.
+
+    d_logits = exp2(logits - lse) * (share * d_weights - delta), each [b, n, t].
+    """
+    out, d_out = (x.out.astype(jnp.float32) for x in (residuals, d_outputs))
+    delta = jnp.einsum("btnv,btnv->bnt", out, d_out)
+    seen = residuals.lse > -jnp.inf
+    # For a row that sees nothing exp2(logits - inf) is 0, whatever the logits.
+    lse = jnp.where(seen, residuals.lse * LOG2_E, jnp.inf)
+    if inputs.sinks is None:
+        return lse, delta - d_outputs.lse, None
+    sinks = logsumexp(inputs.sinks.astype(jnp.float32), axis=-1, keepdims=True)
+    share = jax.nn.sigmoid(jnp.where(seen, residuals.lse - sinks, 0.0))
+    return lse, share * delta - d_outputs.lse, share

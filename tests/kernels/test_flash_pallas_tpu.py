@@ -1,0 +1,117 @@
+"""The TPU kernels of flash attention: several tiles of every state, and ragged ends."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel import settings
+from ejkernel.cli.oracle import Truth, with_dtype, with_gradients
+from ejkernel.kernels.common.tile_list import tile_list
+from ejkernel.kernels.flash_attention import pallas_tpu
+from ejkernel.modules import FlashAttentionConfig, flash_attention
+from ejkernel.ops import BwdParams, FwdParams, default_executor, executor
+from ejkernel.ops.executor import Request
+from ejkernel.ops.workload import Workload, boolean, normal, value
+from ejkernel.types import MaskInfo
+from ejkernel.types.rules import Band, KeyLength, Segments
+
+SMALL = FlashAttentionConfig(
+    fwd_params=FwdParams(q_blocksize=128, kv_blocksize=128, blocksize_heads=2),
+    bwd_params=BwdParams(q_blocksize=128, kv_blocksize=128, blocksize_m=256, blocksize_n=1),
+)
+
+
+def attention(batch=1, q_len=300, kv_len=400, heads=4, kv_heads=2, head_dim=16, value_dim=8):
+    return {
+        "query": normal(batch, q_len, heads, head_dim),
+        "key": normal(batch, kv_len, kv_heads, head_dim),
+        "value": normal(batch, kv_len, kv_heads, value_dim),
+    }
+
+
+def documents(*lengths):
+    ids = np.repeat(np.arange(len(lengths)), lengths)[None]
+    return value(lambda: MaskInfo.from_segments(jnp.asarray(ids)).apply_causal())
+
+
+CALLS = (
+    Workload("plain", attention()),
+    Workload("causal", attention(q_len=400) | {"causal": True}),
+    Workload("window", attention(q_len=400) | {"causal": True, "sliding_window": (150, 0)}),
+    Workload("packed", attention(q_len=400) | {"mask_info": documents(100, 30, 200, 70)}),
+    Workload(
+        "per_row",
+        attention(batch=2, q_len=140)
+        | {"causal": True, "causal_offset": value(lambda: jnp.array([0, 260]))},
+    ),
+    Workload("per_head", attention(q_len=140) | {"attention_mask": boolean(1, 4, 140, 400)}),
+    Workload("bias", attention(q_len=140, kv_len=200) | {"bias": normal(1, 4, 140, 200)}),
+    Workload(
+        "sinks_and_cap",
+        attention(q_len=400)
+        | {"causal": True, "softmax_aux": normal(4, 2), "logits_soft_cap": 5.0},
+    ),
+    Workload(
+        "dropout",
+        attention(q_len=280) | {"dropout_prob": 0.3, "dropout_seed": 7},
+    ),
+)
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("workload", CALLS, ids=lambda workload: workload.name)
+def test_many_tiles_give_what_the_reference_defines(workload, dtype):
+    call = lambda seed: default_executor().invocation(flash_attention, **workload.build(seed))
+    mine = call(0)
+    run = lambda x: executor.run(mine.op, x, mine.spec, Request(platform="pallas", cfg=SMALL))
+    with settings.override(interpret=jax.default_backend() != "tpu"):
+        outputs, gradients = jax.jit(with_gradients(run))(with_dtype(mine.inputs, dtype))
+    truth = Truth(call)
+    for deviation in (*truth.of_values(outputs, dtype), *truth.of_gradients(gradients, dtype)):
+        assert deviation.fine, deviation
+
+
+def visited(rule, **options):
+    tiles = tile_list(rule, 512, 512, 128, 128, **options)
+    count = int(tiles.count)
+    return list(
+        zip(tiles.result[:count].tolist(), (tiles.packed[:count] // 4).tolist(), strict=True)
+    )
+
+
+def test_the_list_holds_the_tiles_with_an_allowed_pair_in_order():
+    assert visited(Band(None, 0)) == [(i, j) for i in range(4) for j in range(i + 1)]
+    assert visited(Band(None, 0), by_keys=True) == [(j, i) for j in range(4) for i in range(j, 4)]
+
+
+def test_the_list_of_a_traced_mask_is_that_of_the_static_one():
+    ids = jnp.repeat(jnp.arange(4), 128)[None]
+    rule = Segments(ids, ids) & Band(None, 0)
+    assert visited(rule) == [(i, i) for i in range(4)]
+
+
+def test_a_block_that_sees_nothing_has_one_tile_all_the_same():
+    tiles = tile_list(KeyLength(jnp.array([0, 200])), 256, 512, 128, 128)
+    assert tiles.result[: int(tiles.count)].tolist() == [0, 1, 2, 2, 3, 3]
+    assert (tiles.packed[:2] % 4).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x"])
+def test_default_tiles_shrink_until_they_fit(kind):
+    from ejkernel.kernels.common.tpu_memory import core_of
+    from ejkernel.kernels.flash_attention.inputs import Inputs, Spec
+    from ejkernel.ops.platform import Device
+
+    device = Device("tpu", kind, None, kind)
+    shape = lambda *x: jax.ShapeDtypeStruct(x, jnp.float32)
+    inputs = Inputs(shape(1, 65536, 32, 256), shape(1, 65536, 1, 256), shape(1, 65536, 1, 256))
+    spec = Spec(softmax_scale=1.0)
+    forward = pallas_tpu.heuristic_forward(inputs, spec, device)
+    backward = pallas_tpu.heuristic_backward(inputs, spec, device)
+    size = pallas_tpu.TileSize(backward.q_blocksize, backward.kv_blocksize, backward.blocksize_n)
+    needed = pallas_tpu._backward_bytes(inputs, size)
+    needed += pallas_tpu._kept_bytes(inputs, size, backward.blocksize_m)
+    assert forward.q_blocksize % 128 == backward.blocksize_m % 128 == 0
+    assert needed <= core_of(device).vmem
