@@ -11,10 +11,11 @@ bin := $(VENV)/bin
 pip := $(bin)/python -m pip --disable-pip-version-check
 stamp := $(VENV)/.installed
 
-.PHONY: help demo test lint format bench tables clean
+.PHONY: help demo test test-tpu lint format bench tables clean
 help:
 	@echo "make demo    every operation on this machine, checked and timed"
 	@echo "make test    the test suite; with MARKS='not gpu and not tpu' the slow part of it as well"
+	@echo "make test-tpu  the kernels for TPUs, interpreted and compiled; no TPU is needed"
 	@echo "make lint    ruff and pyright (make format mends what ruff can)"
 	@echo "make bench   the figures that README quotes (make tables only writes its tables)"
 	@echo "make clean   remove the environments and caches"
@@ -24,6 +25,11 @@ demo: $(stamp)-package
 
 test: $(stamp)-test
 	$(bin)/python -m pytest $(TESTS) -m "$(MARKS)" -n $(WORKERS) --maxprocesses 8 -q
+
+# Kernels for TPUs, interpreted for their numbers and compiled by libtpu for every generation.
+test-tpu: $(stamp)-tpu
+	PYTHONPATH=$(VENV)/tpu JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 \
+		$(bin)/python -m pytest tests -m "tpu and not slow" -n $(WORKERS) --maxprocesses 8 -q
 
 lint: $(stamp)-dev
 	$(bin)/ruff check .
@@ -58,6 +64,13 @@ $(stamp)-package: pyproject.toml | $(bin)/python
 
 $(stamp)-test: pyproject.toml $(stamp)-package
 	$(pip) install --quiet --group test
+	@touch $@
+
+# The libtpu that belongs to the JAX of the environment, in a folder of its own: with it on the path
+# JAX looks for a TPU.
+$(stamp)-tpu: pyproject.toml $(stamp)-test
+	$(pip) install --quiet --no-deps --upgrade --target $(VENV)/tpu "$$($(bin)/python -c \
+		"import importlib.metadata as m; print(next(r.split(';')[0] for r in m.requires('jax') if r.startswith('libtpu')))")"
 	@touch $@
 
 $(stamp)-dev: pyproject.toml $(stamp)-test

@@ -1,8 +1,8 @@
 """Flash attention on TPUs, in Pallas: what it takes, and tiles that fit into VMEM.
 
-Tiles are multiples of 128 queries and keys. Forward, `blocksize_heads` query heads of a key head are
-worked on at once; backward `blocksize_n` of them, and `blocksize_m` queries, whose gradient stays in
-VMEM.
+Tiles are multiples of 128 queries and keys. Forward, `blocksize_heads` query heads of a key head
+are worked on at once; backward `blocksize_n` of them, and `blocksize_m` queries, whose gradient
+stays in VMEM.
 """
 
 import dataclasses

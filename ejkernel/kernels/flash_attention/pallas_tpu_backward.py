@@ -38,7 +38,7 @@ def backward(
     part: int,
     vmem: int,
 ) -> Inputs:
-    """Gradients of a call, `part` queries and `size.heads` of a group at a time, in `vmem` bytes."""
+    """Gradients of a call, `part` queries and `size.heads` of a group at a time."""
     q_len = inputs.query.shape[1]
     rows = [
         [
@@ -81,6 +81,7 @@ def _cut(
     all_heads = len(heads) == inputs.query.shape[2]
     pick = lambda x, axis: x if all_heads else jnp.take(x, heads, axis)
     rows = lambda x, axis: jax.lax.slice_in_dim(x, start, end, axis=axis)
+    of_rows = lambda x: Outputs(rows(pick(x.out, 2), 1), rows(pick(x.lse, 1), 2))
     rule = inputs.mask or Everything()
     sinks, counters = inputs.sinks, inputs.dropout
     return (
@@ -91,10 +92,8 @@ def _cut(
             sinks=sinks if sinks is None or sinks.shape[0] == 1 else pick(sinks, 0),
             dropout=counters and counters._replace(head_index=pick(counters.head_index, 0)),
         ),
-        *(
-            Outputs(rows(pick(x.out, 2), 1), rows(pick(x.lse, 1), 2))
-            for x in (residuals, d_outputs)
-        ),
+        of_rows(residuals),
+        of_rows(d_outputs),
     )
 
 

@@ -1,0 +1,42 @@
+"""Programs compiled for TPUs that are not here: libtpu needs no TPU to compile for one."""
+
+import importlib.util
+import os
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+GENERATIONS = {
+    "v4": "v4:2x2x1",
+    "v5e": "v5e:2x2",
+    "v5p": "v5p:2x2x1",
+    "v6e": "v6e:2x2",
+    "7x": "tpu7x:2x2x1",
+}
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: make test-tpu"
+)
+
+
+def compiled(generation: str, function: Any, arguments: Any) -> Any:
+    """`function(arguments)` compiled for one chip of a generation; arguments are shapes."""
+    os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # there is no machine to ask
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # nor a chip that two processes could claim
+    topology = topologies.get_topology_desc(GENERATIONS[generation], platform="tpu")
+    mesh = Mesh(np.array(topology.devices[:1]), ("chip",))
+    whole = NamedSharding(mesh, PartitionSpec())
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), arguments
+    )
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return jax.jit(function).lower(shapes).compile()
+
+
+def kernels_in(program: Any) -> int:
+    """How many Pallas kernels a compiled program starts."""
+    return program.as_text().count("tpu_custom_call")

@@ -1,0 +1,59 @@
+"""Every TPU kernel compiles for every generation, in every workload, and nothing falls back."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from conformance.cases import all_cases, refuses
+
+from ejkernel.cli.oracle import with_gradients
+from ejkernel.modules import flash_attention
+from ejkernel.ops import executor
+from ejkernel.ops.executor import Request
+from tpu.ahead_of_time import GENERATIONS, compiled, kernels_in, needs_libtpu
+
+CASES = [x for x in all_cases() if x.values[0].source.backend == "tpu"]
+pytestmark = [needs_libtpu, pytest.mark.tpu]
+
+
+def programs(generation, case, dtype):
+    """The forward pass of a workload, and where the platform has one, the backward pass with it."""
+    call = case.call(dtype)
+    run = lambda x: executor.run(call.op, x, call.spec, Request(platform="pallas"))
+    yield compiled(generation, run, call.inputs)
+    if not refuses(case, call, "backward"):
+        yield compiled(generation, lambda x: with_gradients(run)(x)[1], call.inputs)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_workload_compiles(case):
+    for count, program in enumerate(programs("v5e", case, jnp.bfloat16), start=1):
+        assert kernels_in(program) >= count
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+@pytest.mark.parametrize("case", [x for x in CASES if "core" in x.values[0].workload.tags])
+def test_every_generation_compiles_the_core(case, generation):
+    for dtype in (jnp.float32, jnp.bfloat16):
+        for count, program in enumerate(programs(generation, case, dtype), start=1):
+            assert kernels_in(program) >= count
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "value_dim"),
+    [
+        (32, 8, 128, 128),
+        pytest.param(8, 8, 64, 64, marks=pytest.mark.slow),
+        pytest.param(8, 1, 256, 256, marks=pytest.mark.slow),
+        pytest.param(16, 16, 192, 128, marks=pytest.mark.slow),
+        pytest.param(4, 4, 96, 96, marks=pytest.mark.slow),
+    ],
+)
+def test_default_tiles_of_real_models_fit(generation, heads, kv_heads, head_dim, value_dim):
+    """On its own, without a platform being asked for, a call for a TPU is one for our kernels."""
+    shape = lambda n, d: jax.ShapeDtypeStruct((1, 8192, n, d), jnp.bfloat16)
+    arrays = (shape(heads, head_dim), shape(kv_heads, head_dim), shape(kv_heads, value_dim))
+    run = lambda x: flash_attention(*x, causal=True)
+    loss = lambda x: run(x).astype(jnp.float32).sum()
+    assert kernels_in(compiled(generation, run, arrays)) == 1
+    assert kernels_in(compiled(generation, jax.grad(loss), arrays)) >= 2
