@@ -23,7 +23,7 @@ def _private_cache(tmp_path, monkeypatch):
 def _few_programs():
     """Forget compiled programs in time: each maps memory, and a process may have 65530 mappings."""
     yield
-    if next(_tests_run) % 50 == 0:
+    if next(_tests_run) % 25 == 0:
         jax.clear_caches()
 
 

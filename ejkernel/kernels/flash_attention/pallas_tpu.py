@@ -157,8 +157,9 @@ def _kept_bytes(inputs: Inputs, size: TileSize, part: int) -> int:
 
 def why_not(inputs: Inputs, spec: Spec, device: Device) -> str | None:
     """What the kernels do not compute."""
-    if inputs.query.dtype not in (jnp.float32, jnp.bfloat16):
-        return f"computes float32 and bfloat16, not {inputs.query.dtype}"
+    dtypes = {str(x.dtype) for x in inputs[:3]}
+    if len(dtypes) > 1 or not dtypes <= {"float32", "bfloat16"}:
+        return f"needs float32 or bfloat16 alone, got {', '.join(sorted(dtypes))}"
     return None
 
 

@@ -1,6 +1,8 @@
 """Forward on TPU: softmax block by block along each row of tiles, accumulated in VMEM."""
 
 import functools
+import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,9 @@ from ejkernel.types.block_map import FULL, PARTIAL
 
 # Below every logit, yet a number: what was masked, -inf, is 0 after exp2(x - _LEAST).
 _LEAST = -1e30
+# Rows of a tile that go through softmax together: few enough to stay in registers for the most part,
+# enough for the matmuls of some to hide behind the others.
+_ROWS = 256
 
 
 def forward(inputs: Inputs, spec: Spec, size: TileSize, vmem: int) -> Outputs:
@@ -94,22 +99,29 @@ def _kernel(call: Call, refs: Refs) -> None:
             there = jax.lax.broadcasted_iota(jnp.int32, (values.shape[0], 1), 0)
             there = here.tile.keys * values.shape[0] + there < call.kv_len
             values = jnp.where(there, values, jnp.zeros_like(values))
-        for head in range(call.size.heads):
-            products = product(query[head], keys, transpose_right=True)
+        kept = None
+        for head, start in itertools.product(
+            range(call.size.heads), range(0, call.size.queries, _ROWS)
+        ):
+            rows = slice(start, start + min(_ROWS, call.size.queries))
+            products = product(query[head, rows], keys, transpose_right=True)
             of_head = None if bias is None else bias[head if bias.shape[0] > 1 else 0]
-            logits, _ = call.logits(products, of_head)
+            logits, _ = call.logits(products, _rows_of(of_head, rows))
             if allowed is not None:
-                logits = jnp.where(allowed, logits, -jnp.inf)
-            before = most[head]
+                logits = jnp.where(_rows_of(allowed, rows), logits, -jnp.inf)
+            before = most[head, rows]
             after = jnp.maximum(before, logits.max(axis=1, keepdims=True))
             fade = jnp.exp2(before - after)
-            weights = jnp.exp2(logits - after[:, :1])
-            most[head] = after
-            total[head] = total[head] * fade + _lane_sums(weights)
+            weights = jnp.exp2(logits - _across(after, logits.shape[1]))
+            most[head, rows] = after
+            total[head, rows] = total[head, rows] * fade + _lane_sums(weights)
             if call.inputs.dropout is not None:
-                kept = call.kept(here.tile, head, refs)
-                weights = jnp.where(kept, weights * (1 / (1 - call.spec.dropout_prob)), 0.0)
-            sums[head] = sums[head] * fade[:, :1] + product(weights.astype(values.dtype), values)
+                kept = call.kept(here.tile, head, refs) if start == 0 else kept
+                grown = weights * (1 / (1 - call.spec.dropout_prob))
+                weights = jnp.where(_rows_of(kept, rows), grown, 0.0)
+            sums[head, rows] = sums[head, rows] * _across(fade, sums.shape[2]) + product(
+                weights.astype(values.dtype), values
+            )
 
     if call.plain:
         visit(masked=False)
@@ -131,6 +143,18 @@ def _kernel(call: Call, refs: Refs) -> None:
             natural = highest * (1 / LOG2_E) + jnp.log(visible)
             wide = jnp.broadcast_to(natural, (natural.shape[0], LANES))
             lse[head] = wide.T[:1]
+
+
+def _rows_of(x: Any, rows: slice) -> Any:
+    """Some rows of a tile, or of what is broadcast to one."""
+    return x if x is None or x.shape[0] == 1 else x[rows]
+
+
+def _across(x: jax.Array, width: int) -> jax.Array:
+    """A number for each row, the same in all lanes, over so many columns."""
+    if width <= LANES:
+        return x[:, :width]
+    return jnp.concatenate([x] * -(-width // LANES), axis=1)[:, :width]
 
 
 def _lane_sums(x: jax.Array) -> jax.Array:

@@ -53,7 +53,7 @@ WORKLOADS = (
     Workload("one_token", _attention(queries=1, keys=1)),
     Workload("scale", _SMALL | {"softmax_scale": 0.7}),
     Workload("causal", _SMALL | {"causal": True}),
-    Workload("causal_odd", _attention(queries=127) | {"causal": True}).core(),
+    Workload("causal_odd", _attention(queries=127) | {"causal": True}),
     Workload("decode", _attention(queries=1, keys=63) | {"causal": True, "causal_offset": 62}),
     Workload(
         "causal_offset",
@@ -65,7 +65,7 @@ WORKLOADS = (
         | {"causal": True, "causal_offset": value(lambda: jnp.array([16, -3]))},
     ),
     Workload("window", _SMALL | {"sliding_window": 5}),
-    Workload("window_pair", _SMALL | {"sliding_window": (7, 2), "causal": True}).core(),
+    Workload("window_pair", _SMALL | {"sliding_window": (7, 2), "causal": True}),
     Workload("soft_cap", _SMALL | {"logits_soft_cap": 2.0, "causal": True}),
     Workload("bias", _SMALL | {"bias": normal(2, 4, 48, 48)}),
     Workload("bias_heads", _SMALL | {"bias": normal(4, 1, 48), "causal": True}).core(),
