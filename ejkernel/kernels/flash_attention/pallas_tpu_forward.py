@@ -24,8 +24,8 @@ from ejkernel.types.block_map import FULL, PARTIAL
 
 # Below every logit, yet a number: what was masked, -inf, is 0 after exp2(x - _LEAST).
 _LEAST = -1e30
-# Rows of a tile that go through softmax together: few enough to stay in registers for the most part,
-# enough for the matmuls of some to hide behind the others.
+# Rows of a tile that go through softmax together: few enough to stay in registers for the most
+# part, enough for the matmuls of some to hide behind the others.
 _ROWS = 256
 
 
