@@ -62,13 +62,14 @@ def chosen(hardware: str, workloads: list[Workload]) -> list[str]:
     return core[-2:] if hardware == "tpu" else core
 
 
-def all_cases(thorough: bool = True) -> list[Any]:
+def all_cases(thorough: bool = True, distinct: bool = False) -> list[Any]:
     """Every case as a pytest parameter; those of other hardware carry its mark.
 
     TPU kernels are interpreted where there is no TPU.
 
     Where not `thorough`, what is no core workload is marked slow; interpreters are slow, so that
-    of TPU kernels only the last two core workloads, the fullest, are not.
+    of TPU kernels only the last two core workloads, the fullest, are not. Where `distinct`, so is
+    what the code of another op serves, whose workloads stand for it.
     """
     cases = []
     for name in OPS:
@@ -78,7 +79,9 @@ def all_cases(thorough: bool = True) -> list[Any]:
             calls = [x for x in workloads_of(name).WORKLOADS if "test" in x.tags]
             for workload in calls:
                 marks = [getattr(pytest.mark, hardware)] if hardware in ("gpu", "tpu") else []
-                if not thorough and workload.name not in chosen(hardware, calls):
+                borrowed = f".{name}." not in str(source.where)
+                core = thorough or workload.name in chosen(hardware, calls)
+                if not core or (distinct and borrowed):
                     marks.append(pytest.mark.slow)
                 case = Case(op, source, workload)
                 cases.append(pytest.param(case, id=case.name, marks=marks))

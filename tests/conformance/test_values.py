@@ -45,7 +45,7 @@ def test_half_precision_is_as_good_as_rounding(case, dtype):
     check(case, dtype)
 
 
-@pytest.mark.parametrize("case", all_cases(thorough=False))
+@pytest.mark.parametrize("case", all_cases(thorough=False, distinct=True))
 def test_the_value_under_differentiation_is_the_plain_value(case):
     call = case.call()
     served(case, call, "forward", "backward")
@@ -60,7 +60,7 @@ def test_in_small_blocks_too(case):
         check(case, jnp.float32, cfg)
 
 
-@pytest.mark.parametrize("case", all_cases(thorough=False))
+@pytest.mark.parametrize("case", all_cases(thorough=False, distinct=True))
 def test_every_candidate_configuration_agrees(case):
     """The tuner may choose any of them, so each must be right: forward, then backward."""
     call = case.call()
