@@ -16,7 +16,7 @@ from ejkernel.ops.platform import Device
 
 # Numbers that a step works on, states and faded keys and queries, so that they stay in the cache of
 # a CPU core.
-_CACHED = 1 << 17
+_CACHED = 1 << 16
 
 
 class Residuals(NamedTuple):
