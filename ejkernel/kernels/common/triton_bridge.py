@@ -1,0 +1,249 @@
+"""The one place that knows jax-triton: launch a Triton kernel, interpret it, compile it ahead.
+
+A file of kernels never imports Triton. It declares its functions with `@kernel` and a global
+`tl: Any = None`; the first use of any of them loads Triton, puts the language there and the compiled
+form of every function in the place of its Python form. So such a file can be imported anywhere, and
+whether Triton interprets is settled before Triton is loaded, which is when it wants to know.
+
+A kernel takes pointers to inputs, pointers to outputs, and one static value named `mode`.
+"""
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel import settings
+from ejkernel.ops.meshes import varying_axes
+from ejkernel.ops.platform import Device, device_of
+
+_OLDEST = (8, 0)  # compute capability
+_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+_NAMES = {**_DTYPES, "int32": "i32", "int8": "i8"}
+_FUNCTIONS: list[Callable] = []  # as written
+_LOADED: dict[Callable, Any] = {}  # as written -> as Triton knows it
+
+
+class Launch(NamedTuple):
+    """How often and how wide a kernel runs."""
+
+    programs: int
+    num_warps: int
+    num_stages: int
+
+
+class Compiled(NamedTuple):
+    """What is known of a kernel compiled ahead of time; sizes in bytes, for one thread or block."""
+
+    registers: int
+    local: int
+    shared: int
+    ptx: str
+
+
+def kernel(function: Callable) -> Callable:
+    """Declare a function as written in Triton; called by a kernel, or launched by this module."""
+    # Annotations of such a function are for Triton; a checker around it would hide its globals.
+    function = inspect.unwrap(function)
+    _FUNCTIONS.append(function)
+    return function
+
+
+def why_not(device: Device, *dtypes: Any) -> str | None:
+    """Why this device cannot run Triton kernels on arrays of these dtypes; None when it can."""
+    names = {np.dtype(dtype).name for dtype in dtypes}
+    if unknown := sorted(names - set(_DTYPES)):
+        return f"takes {', '.join(_DTYPES)} and no {unknown[0]}"
+    if settings.interpret():
+        return _why_not_interpreted(names)
+    for package in ("triton", "jax_triton"):
+        if importlib.util.find_spec(package) is None:
+            return f"needs {package.replace('_', '-')}, which is not installed"
+    if device.compute_capability is None:
+        return f"needs an NVIDIA GPU and the device is {device.kind!r}"
+    if device.compute_capability < _OLDEST:
+        have = ".".join(map(str, device.compute_capability))
+        return f"needs compute capability 8.0 or higher and the device has {have}"
+    return None
+
+
+def _why_not_interpreted(dtypes: set[str]) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "needs triton, which is not installed"
+    if "bfloat16" in dtypes:
+        return "has no bfloat16 in Triton's interpreter, whose matmuls take its bits for integers"
+    if "triton" in sys.modules and not _triton().knobs.runtime.interpret:
+        return "cannot be interpreted: Triton was loaded before without TRITON_INTERPRET=1"
+    return None
+
+
+def launch(
+    function: Callable,
+    arrays: Sequence[jax.Array],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    mode: Any,
+    how: Launch,
+) -> list[jax.Array]:
+    """The outputs of a kernel, zero where it writes nothing."""
+    if settings.interpret():
+        results = _interpreted(function, arrays, outputs, mode, how)
+    else:
+        results = _called(function, arrays, outputs, mode, how)
+    # Triton knows nothing of shard_map: say over which mesh axes the results differ.
+    axes = frozenset().union(*map(varying_axes, arrays))
+    if axes:
+        results = [jax.lax.pcast(x, tuple(axes), to="varying") for x in results]
+    return list(results)
+
+
+def _called(function: Any, arrays: Any, outputs: Any, mode: Any, how: Launch) -> list[jax.Array]:
+    capability = device_of(arrays).compute_capability
+    function = _loaded(function)
+    return _jax_triton().triton_call(
+        *arrays,
+        kernel=function,
+        out_shape=list(outputs),
+        grid=(how.programs,),
+        name=function.fn.__name__,
+        compute_capability=capability and capability[0] * 10 + capability[1],
+        num_warps=how.num_warps,
+        num_stages=how.num_stages,
+        zeroed_outputs=tuple(range(len(outputs))) if mode.zeroed else (),
+        mode=mode,
+    )
+
+
+def _interpreted(function: Any, arrays: Any, outputs: Any, mode: Any, how: Launch) -> list:
+    def run(*arrays: Any) -> list[np.ndarray]:
+        inputs = [np.array(x) for x in arrays]
+        # What a kernel forgets to write shows: as NaN, or as a number nobody expects.
+        results = [np.full(x.shape, 0 if mode.zeroed else np.nan, x.dtype) for x in outputs]
+        pointers = map(_Pointer, [*inputs, *results])
+        with np.errstate(all="ignore"):  # infinities are part of the algorithms
+            _loaded(function)[(how.programs,)](*pointers, mode=mode)
+        return results
+
+    return jax.pure_callback(run, list(outputs), *arrays)
+
+
+class _Pointer:
+    """A NumPy array in the form in which the interpreter takes arguments: as a tensor of torch."""
+
+    def __init__(self, array: np.ndarray):
+        self.array, self.dtype = array, array.dtype.name
+        self.untyped_storage = self.cpu = lambda: self
+        self.storage_offset = self.size = self.stride = lambda: None
+        self.new_empty = lambda size, device: self
+        self.set_ = self.copy_ = lambda *arguments: None
+
+    def data_ptr(self) -> int:
+        return self.array.ctypes.data
+
+
+def compile_ahead(
+    function: Callable,
+    arrays: Sequence[Any],
+    outputs: Sequence[Any],
+    mode: Any,
+    how: Launch,
+    capability: int,
+) -> Compiled:
+    """A kernel compiled for a compute capability such as 90, on any machine."""
+    from triton.backends.compiler import GPUTarget  # type: ignore[import-not-found]
+    from triton.compiler import ASTSource  # type: ignore[import-not-found]
+
+    function = _loaded(function)
+    types = [f"*{_NAMES[np.dtype(x.dtype).name]}" for x in (*arrays, *outputs)]
+    signature = dict(zip(function.arg_names, [*types, "constexpr"], strict=True))
+    source = ASTSource(
+        function,
+        signature,
+        constexprs={"mode": mode},
+        attrs={(i,): [["tt.divisibility", 16]] for i in range(len(types))},
+    )
+    options = {"num_warps": how.num_warps, "num_stages": how.num_stages}
+    compiled = _triton().compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    registers, local = _resources(compiled.asm["cubin"])
+    return Compiled(registers, local, compiled.metadata.shared, compiled.asm["ptx"])
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread, and the local memory it spills to, as the binary states them."""
+    import re
+    import subprocess
+    import tempfile
+
+    tool = _triton().knobs.nvidia.cuobjdump.path
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    find = lambda name: int(re.findall(rf"{name}:(\d+)", text)[-1])
+    return find("REG"), find("STACK") + find("LOCAL")
+
+
+@functools.cache
+def _triton() -> Any:
+    if settings.interpret() and "triton" not in sys.modules:
+        os.environ["TRITON_INTERPRET"] = "1"
+    module = importlib.import_module("triton")
+    if settings.interpret():
+        _mend_interpreter()
+    return module
+
+
+def _mend_interpreter() -> None:
+    """Let a number of one element, as which the interpreter holds scalars, be an index.
+
+    NumPy 2.4 no longer makes an int of an array with an axis.
+    """
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    patch = interpreter._patch_lang_tensor
+
+    def mended(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = mended
+
+
+@functools.cache
+def _jax_triton() -> Any:
+    kept = os.environ.get("TRITON_CACHE_DIR")
+    module = importlib.import_module("jax_triton")  # which empties this variable
+    if kept is not None:
+        os.environ["TRITON_CACHE_DIR"] = kept
+    return module
+
+
+def _loaded(function: Callable) -> Any:
+    """The function as Triton knows it, and with it all that it may call."""
+    if not inspect.isfunction(function):
+        return function  # read from a module that is loaded already
+    if function not in _LOADED:
+        triton = _triton()
+        _LOADED.update({f: triton.jit(f) for f in _FUNCTIONS if f not in _LOADED})
+        for module in {sys.modules[f.__module__] for f in _FUNCTIONS}:
+            names = vars(module)
+            names["tl"] = importlib.import_module("triton.language")
+            for name, value in list(names.items()):
+                if inspect.isfunction(value) and value in _LOADED:
+                    names[name] = _LOADED[value]
+    return _LOADED[function]
+
+
+def matmul_precision(dtype: Any) -> str:
+    """How a kernel multiplies: float32 exactly, unless the user of JAX has asked for less."""
+    asked = getattr(jax.config, "jax_default_matmul_precision", None)
+    exact = dtype != jnp.float32 or asked in (None, "highest", "float32")
+    return "ieee" if exact else "tf32"

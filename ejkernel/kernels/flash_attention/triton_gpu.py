@@ -1,0 +1,119 @@
+"""Flash attention on NVIDIA GPUs since Ampere, in Triton."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.scipy.special import logsumexp
+
+from ejkernel.kernels.common import triton_bridge
+from ejkernel.kernels.flash_attention import (
+    triton_gpu_backward,
+    triton_gpu_bias,
+    triton_gpu_forward,
+)
+from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
+from ejkernel.kernels.flash_attention.triton_gpu_plan import padded, plan
+from ejkernel.ops.config import BwdParams, FwdParams
+from ejkernel.ops.implementation import Implementation, Pass
+from ejkernel.ops.platform import Device
+
+_LOG2_E = 1.4426950408889634
+
+
+class Shape(NamedTuple):
+    """Blocks and launch parameters of one kernel."""
+
+    block_q: int
+    block_k: int
+    warps: int
+    stages: int
+
+
+def forward(inputs: Inputs, spec: Spec, params: FwdParams | None) -> tuple[Outputs, Outputs]:
+    """Outputs, which are also the residuals."""
+    params = params or FwdParams()
+    shape = _chosen(_forward_shape(inputs, 9), params, params.q_blocksize, params.kv_blocksize)
+    outputs = triton_gpu_forward.forward(inputs, spec, *shape)
+    return outputs, outputs
+
+
+def backward(
+    inputs: Inputs, residuals: Outputs, d_outputs: Outputs, spec: Spec, params: BwdParams | None
+) -> Inputs:
+    """Gradients, shaped like the inputs; None where there is none."""
+    params = params or BwdParams()
+    by_keys, by_queries = _backward_shapes(inputs, 9)
+    by_keys = _chosen(by_keys, params, params.q_blocksize, params.kv_blocksize)
+    by_queries = _chosen(by_queries, params, params.blocksize_m, params.blocksize_n)
+    terms = _row_terms(inputs, residuals, d_outputs)
+    d_out = d_outputs.out.astype(inputs.query.dtype)
+    columns = plan(inputs, spec, by_keys.block_q, by_keys.block_k, columns=True)
+    rows = plan(inputs, spec, by_queries.block_q, by_queries.block_k)
+    d_key, d_value = triton_gpu_backward.keys_and_values(
+        inputs, d_out, terms, columns, *by_keys[2:]
+    )
+    d_query, taken = triton_gpu_backward.queries(inputs, d_out, terms, rows, *by_queries[2:])
+    d_bias = d_sinks = None
+    if inputs.bias is not None:
+        d_bias = triton_gpu_bias.bias_gradient(inputs, d_out, terms, rows, *by_queries[2:])
+    if inputs.sinks is not None:
+        d_sinks = _per_sink(-(taken * (1.0 - terms[2])).sum((0, 2)), inputs.sinks)
+    return Inputs(d_query, d_key, d_value, bias=d_bias, sinks=d_sinks, mask=None)
+
+
+def _row_terms(inputs: Inputs, residuals: Outputs, d_outputs: Outputs) -> list[jax.Array]:
+    """What the logits of a row share: lse in base 2, delta and, with sinks, w, each [b, n, t].
+
+    With w the share of a row's weights that the sinks leave to the keys (1 without sinks),
+    d_logits = exp(logits - lse) * (w * d_weights - delta).
+    """
+    lse, d_lse = residuals.lse, d_outputs.lse
+    products = residuals.out.astype(jnp.float32) * d_outputs.out.astype(jnp.float32)
+    delta = jnp.swapaxes(products.sum(-1), 1, 2)
+    seen = lse > -jnp.inf
+    # For a row that sees nothing exp2(logits - inf) is 0, whatever the logits.
+    safe_lse = jnp.where(seen, lse * _LOG2_E, jnp.inf)
+    if inputs.sinks is None:
+        return [safe_lse, delta - d_lse, jnp.zeros((16,), jnp.float32)]
+    sinks_lse = logsumexp(inputs.sinks.astype(jnp.float32), axis=-1, keepdims=True)  # [1 or n, 1]
+    share = jax.nn.sigmoid(jnp.where(seen, lse - sinks_lse, 0.0))
+    return [safe_lse, share * delta - d_lse, share]
+
+
+def _per_sink(d_lse: jax.Array, sinks: jax.Array) -> jax.Array:
+    """The gradient of each sink from that of a head's sinks together, [n]."""
+    d_lse = d_lse[:, None] if sinks.shape[0] > 1 else d_lse.sum(keepdims=True)[:, None]
+    logits = sinks.astype(d_lse.dtype)
+    lse = logsumexp(logits, axis=-1, keepdims=True)
+    parts = jnp.exp(logits - jnp.where(lse > -jnp.inf, lse, 0.0))  # all -inf: no part, not NaN
+    return (parts * d_lse).astype(sinks.dtype)
+
+
+def _chosen(guess: Shape, params: Any, block_q: int | None, block_k: int | None) -> Shape:
+    """What was asked for, in sizes that a tile can have; the rest as guessed."""
+    return Shape(
+        padded(block_q or guess.block_q),
+        padded(block_k or guess.block_k),
+        params.num_warps or guess.warps,
+        params.num_stages or guess.stages,
+    )
+
+
+def _forward_shape(inputs: Inputs, generation: int) -> Shape:
+    return Shape(64, 64, 4, 2)
+
+
+def _backward_shapes(inputs: Inputs, generation: int) -> tuple[Shape, Shape]:
+    return Shape(64, 64, 4, 2), Shape(64, 64, 4, 2)
+
+
+def why_not(inputs: Inputs, spec: Spec, device: Device) -> str | None:
+    """Why this device cannot run the kernels on this call."""
+    return triton_bridge.why_not(device, *(x.dtype for x in inputs[:3]))
+
+
+IMPLEMENTATION = Implementation(
+    forward=Pass(run=forward, why_not=why_not),
+    backward=Pass(run=backward, why_not=why_not),
+)
