@@ -1,7 +1,7 @@
 """The one place that knows jax-triton: launch a Triton kernel, interpret it, compile it ahead.
 
 A file of kernels never imports Triton. It declares its functions with `@kernel` and a global
-`tl: Any = None`; the first use of any of them loads Triton, puts the language there and the compiled
+`tl: Any = None`; the first use of any of them loads Triton, puts its language there and Triton's
 form of every function in the place of its Python form. So such a file can be imported anywhere, and
 whether Triton interprets is settled before Triton is loaded, which is when it wants to know.
 
@@ -46,6 +46,7 @@ class Compiled(NamedTuple):
     registers: int
     local: int
     shared: int
+    tensor: int  # columns of tensor memory, on Blackwell
     ptx: str
 
 
@@ -172,7 +173,8 @@ def compile_ahead(
     options = {"num_warps": how.num_warps, "num_stages": how.num_stages}
     compiled = _triton().compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     registers, local = _resources(compiled.asm["cubin"])
-    return Compiled(registers, local, compiled.metadata.shared, compiled.asm["ptx"])
+    tensor = compiled.metadata.tmem_size or 0
+    return Compiled(registers, local, compiled.metadata.shared, tensor, compiled.asm["ptx"])
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
@@ -207,7 +209,7 @@ def _mend_interpreter() -> None:
 
     NumPy 2.4 no longer makes an int of an array with an axis.
     """
-    interpreter = importlib.import_module("triton.runtime.interpreter")
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
     patch = interpreter._patch_lang_tensor
 
     def mended(tensor: Any, scope: Any) -> None:

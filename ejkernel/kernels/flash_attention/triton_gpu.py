@@ -1,9 +1,8 @@
 """Flash attention on NVIDIA GPUs since Ampere, in Triton."""
 
-from typing import Any, NamedTuple
-
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.scipy.special import logsumexp
 
 from ejkernel.kernels.common import triton_bridge
@@ -14,26 +13,24 @@ from ejkernel.kernels.flash_attention import (
 )
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
 from ejkernel.kernels.flash_attention.triton_gpu_plan import padded, plan
+from ejkernel.kernels.flash_attention.triton_gpu_shapes import (
+    Shape,
+    backward_pairs,
+    backward_params,
+    forward_params,
+    forward_shapes,
+)
 from ejkernel.ops.config import BwdParams, FwdParams
 from ejkernel.ops.implementation import Implementation, Pass
-from ejkernel.ops.platform import Device
+from ejkernel.ops.platform import Device, device_of
 
 _LOG2_E = 1.4426950408889634
-
-
-class Shape(NamedTuple):
-    """Blocks and launch parameters of one kernel."""
-
-    block_q: int
-    block_k: int
-    warps: int
-    stages: int
+_WIDEST = 256  # head dim
 
 
 def forward(inputs: Inputs, spec: Spec, params: FwdParams | None) -> tuple[Outputs, Outputs]:
     """Outputs, which are also the residuals."""
-    params = params or FwdParams()
-    shape = _chosen(_forward_shape(inputs, 9), params, params.q_blocksize, params.kv_blocksize)
+    shape = forward_shape(inputs, spec, params or FwdParams())
     outputs = triton_gpu_forward.forward(inputs, spec, *shape)
     return outputs, outputs
 
@@ -42,11 +39,8 @@ def backward(
     inputs: Inputs, residuals: Outputs, d_outputs: Outputs, spec: Spec, params: BwdParams | None
 ) -> Inputs:
     """Gradients, shaped like the inputs; None where there is none."""
-    params = params or BwdParams()
-    by_keys, by_queries = _backward_shapes(inputs, 9)
-    by_keys = _chosen(by_keys, params, params.q_blocksize, params.kv_blocksize)
-    by_queries = _chosen(by_queries, params, params.blocksize_m, params.blocksize_n)
-    terms = _row_terms(inputs, residuals, d_outputs)
+    by_keys, by_queries = backward_shapes(inputs, spec, params or BwdParams())
+    terms = row_terms(inputs, residuals, d_outputs)
     d_out = d_outputs.out.astype(inputs.query.dtype)
     columns = plan(inputs, spec, by_keys.block_q, by_keys.block_k, columns=True)
     rows = plan(inputs, spec, by_queries.block_q, by_queries.block_k)
@@ -62,7 +56,7 @@ def backward(
     return Inputs(d_query, d_key, d_value, bias=d_bias, sinks=d_sinks, mask=None)
 
 
-def _row_terms(inputs: Inputs, residuals: Outputs, d_outputs: Outputs) -> list[jax.Array]:
+def row_terms(inputs: Inputs, residuals: Outputs, d_outputs: Outputs) -> list[jax.Array]:
     """What the logits of a row share: lse in base 2, delta and, with sinks, w, each [b, n, t].
 
     With w the share of a row's weights that the sinks leave to the keys (1 without sinks),
@@ -90,30 +84,54 @@ def _per_sink(d_lse: jax.Array, sinks: jax.Array) -> jax.Array:
     return (parts * d_lse).astype(sinks.dtype)
 
 
-def _chosen(guess: Shape, params: Any, block_q: int | None, block_k: int | None) -> Shape:
+def forward_shape(inputs: Inputs, spec: Spec, params: FwdParams) -> Shape:
     """What was asked for, in sizes that a tile can have; the rest as guessed."""
+    guess = forward_shapes(inputs, spec, _device(inputs))[0]
     return Shape(
-        padded(block_q or guess.block_q),
-        padded(block_k or guess.block_k),
+        padded(params.q_blocksize or guess.block_q),
+        padded(params.kv_blocksize or guess.block_k),
         params.num_warps or guess.warps,
         params.num_stages or guess.stages,
     )
 
 
-def _forward_shape(inputs: Inputs, generation: int) -> Shape:
-    return Shape(64, 64, 4, 2)
+def backward_shapes(inputs: Inputs, spec: Spec, params: BwdParams) -> tuple[Shape, Shape]:
+    """The same for the kernels of keys and values, and of queries."""
+    guess = backward_pairs(inputs, spec, _device(inputs))[0]
+    launch = (params.num_warps or guess.warps, params.num_stages or guess.stages)
+    asked = (params.q_blocksize, params.kv_blocksize), (params.blocksize_m, params.blocksize_n)
+    by_keys, by_queries = (
+        Shape(padded(given[0] or own[0]), padded(given[1] or own[1]), *launch)
+        for given, own in zip(asked, (guess.keys, guess.queries), strict=True)
+    )
+    return by_keys, by_queries
 
 
-def _backward_shapes(inputs: Inputs, generation: int) -> tuple[Shape, Shape]:
-    return Shape(64, 64, 4, 2), Shape(64, 64, 4, 2)
+def _device(inputs: Inputs) -> Device:
+    return device_of(jax.tree.leaves(inputs))
 
 
 def why_not(inputs: Inputs, spec: Spec, device: Device) -> str | None:
     """Why this device cannot run the kernels on this call."""
-    return triton_bridge.why_not(device, *(x.dtype for x in inputs[:3]))
+    dtypes = {np.dtype(x.dtype) for x in inputs[:3]}
+    if len(dtypes) > 1:
+        return "takes query, key and value of one dtype"
+    if (widest := max(inputs.query.shape[3], inputs.value.shape[3])) > _WIDEST:
+        return f"takes head dims up to {_WIDEST} and this one is {widest}"
+    return triton_bridge.why_not(device, *dtypes)
 
 
 IMPLEMENTATION = Implementation(
-    forward=Pass(run=forward, why_not=why_not),
-    backward=Pass(run=backward, why_not=why_not),
+    forward=Pass(
+        run=forward,
+        why_not=why_not,
+        heuristic=lambda *call: forward_params(forward_shapes(*call)[0]),
+        candidates=lambda *call: [forward_params(shape) for shape in forward_shapes(*call)],
+    ),
+    backward=Pass(
+        run=backward,
+        why_not=why_not,
+        heuristic=lambda *call: backward_params(backward_pairs(*call)[0]),
+        candidates=lambda *call: [backward_params(pair) for pair in backward_pairs(*call)],
+    ),
 )

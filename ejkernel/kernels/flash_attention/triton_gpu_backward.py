@@ -95,12 +95,12 @@ def d_keys(
     )  # fmt: skip
     d_k = tl.full([mode.block_k, mode.head_width], 0.0, tl.float32)
     d_v = tl.full([mode.block_k, mode.value_width], 0.0, tl.float32)
-    for member in range(0, group):
+    for member in range(group):
         head = kv_head * group + member
         at = (row * mode.heads + head) * mode.q_len
         first, full_first, full_end, end = walk(j, batch, head, bounds, mode)
         listed = list_at(j, batch, head, index, mode)
-        for step in range(0, full_end - full_first):
+        for step in range(full_end - full_first):
             i = block_at(step, True, first, full_first, full_end, listed, mode)
             d_k, d_v = _keys_step(
                 d_k, d_v, k, v, i * mode.block_q, k_start, batch, head,
@@ -109,7 +109,7 @@ def d_keys(
                 rows, columns, table, bias, counters, False, mode,
             )  # fmt: skip
         if mode.masked:
-            for step in range(0, full_first - first + end - full_end):
+            for step in range(full_first - first + end - full_end):
                 i = block_at(step, False, first, full_first, full_end, listed, mode)
                 d_k, d_v = _keys_step(
                     d_k, d_v, k, v, i * mode.block_q, k_start, batch, head,
@@ -203,14 +203,14 @@ def d_queries(
 
     first, full_first, full_end, end = walk(i, batch, head, bounds, mode)
     listed = list_at(i, batch, head, index, mode)
-    for step in range(0, full_end - full_first):
+    for step in range(full_end - full_first):
         j = block_at(step, True, first, full_first, full_end, listed, mode)
         d_q, given = _queries_step(
             d_q, given, q, d_o, row_lse, row_delta, row_share, q_start, j * mode.block_k,
             batch, head, key, value, rows, columns, table, bias, counters, False, mode,
         )  # fmt: skip
     if mode.masked:
-        for step in range(0, full_first - first + end - full_end):
+        for step in range(full_first - first + end - full_end):
             j = block_at(step, False, first, full_first, full_end, listed, mode)
             d_q, given = _queries_step(
                 d_q, given, q, d_o, row_lse, row_delta, row_share, q_start, j * mode.block_k,

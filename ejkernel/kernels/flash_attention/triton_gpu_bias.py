@@ -52,7 +52,6 @@ def d_bias(
     # An axis of size 1 has one tile, which sums over all blocks, heads or rows of the call.
     tiles_k: tl.constexpr = mode.k_blocks if mode.bias_width > 1 else 1
     tiles_q: tl.constexpr = mode.q_blocks if mode.bias_rows > 1 else 1
-    steps_k: tl.constexpr = 1 if mode.bias_width > 1 else mode.k_blocks
     steps_q: tl.constexpr = 1 if mode.bias_rows > 1 else mode.q_blocks
     steps_n: tl.constexpr = 1 if mode.bias_heads > 1 else mode.heads
     steps_b: tl.constexpr = 1 if mode.bias_batch > 1 else mode.batch
@@ -61,11 +60,11 @@ def d_bias(
     tile_n = program // (tiles_k * tiles_q) % mode.bias_heads
     tile_b = program // (tiles_k * tiles_q * mode.bias_heads)
     total = tl.full([mode.block_q, mode.block_k], 0.0, tl.float32)
-    for step in range(0, steps_b * steps_n * steps_q):
+    for step in range(steps_b * steps_n * steps_q):
         i = tile_q + step % steps_q
         head = tile_n + step // steps_q % steps_n
         batch = tile_b + step // (steps_q * steps_n)
-        first, full_first, full_end, end = walk(i, batch, head, bounds, mode)
+        first, _, _, end = walk(i, batch, head, bounds, mode)
         if mode.map_lists:
             first = 0
             end = mode.k_blocks

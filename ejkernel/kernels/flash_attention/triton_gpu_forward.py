@@ -94,14 +94,14 @@ def attend(
 
     first, full_first, full_end, end = walk(i, batch, head, bounds, mode)
     listed = list_at(i, batch, head, index, mode)
-    for step in range(0, full_end - full_first):
+    for step in range(full_end - full_first):
         j = block_at(step, True, first, full_first, full_end, listed, mode)
         total, peak, mass = _step(
             total, peak, mass, q, q_start, j * mode.block_k, batch, head, key, value,
             rows, columns, table, bias, counters, False, mode,
         )  # fmt: skip
     if mode.masked:
-        for step in range(0, full_first - first + end - full_end):
+        for step in range(full_first - first + end - full_end):
             j = block_at(step, False, first, full_first, full_end, listed, mode)
             total, peak, mass = _step(
                 total, peak, mass, q, q_start, j * mode.block_k, batch, head, key, value,

@@ -125,9 +125,7 @@ def plan(inputs: Inputs, spec: Spec, block_q: int, block_k: int, columns: bool =
     nothing = jnp.zeros((16,), jnp.int32)  # stands for what a kernel does not read
     given = {"bias": inputs.bias, "counters": _counters(inputs), **arrays, **lists}
     operands = (given.get(name) for name in Operands._fields)
-    mode = Mode(
-        **_geometry(inputs, block_q, block_k), **_weights(inputs, spec), **mask, **walk
-    )
+    mode = Mode(**_geometry(inputs, block_q, block_k), **_weights(inputs, spec), **mask, **walk)
     return Plan(mode, Operands(*(nothing if x is None else x for x in operands)))
 
 

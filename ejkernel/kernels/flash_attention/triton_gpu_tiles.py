@@ -49,7 +49,7 @@ def store_rows(
     width: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Write [block, width] to row `start` of a matrix [length, dim]; what lies beyond is dropped."""
+    """Write [block, width] to row `start` of a matrix [length, dim], but for what lies beyond."""
     row = tl.arange(0, block)[:, None]
     column = tl.arange(0, width)[None, :]
     at = base + tl.cast(start, tl.int64) * stride + (row * stride + column)
@@ -61,6 +61,18 @@ def load_numbers(base, start, length: tl.constexpr, block: tl.constexpr, other: 
     """[block] from entry `start` of [length], `other` beyond."""
     index = start + tl.arange(0, block)
     return tl.load(base + index, mask=index < length, other=other)
+
+
+@kernel
+def places(mode: tl.constexpr, t: tl.constexpr):
+    """Where in its tile a query and a key stand, so that the two broadcast to the tile."""
+    q = tl.arange(0, mode.block_q)
+    k = tl.arange(0, mode.block_k)
+    if t:
+        q, k = q[None, :], k[:, None]
+    else:
+        q, k = q[:, None], k[None, :]
+    return q, k
 
 
 @kernel
@@ -120,10 +132,13 @@ def block_at(step, full: tl.constexpr, first, full_first, full_end, listed, mode
 
 
 @kernel
-def visible(q_start, k_start, batch, head, rows, columns, table, mode: tl.constexpr, t: tl.constexpr):
+def visible(
+    q_start, k_start, batch, head, rows, columns, table, mode: tl.constexpr, t: tl.constexpr
+):
     """Which pairs of a tile the mask allows; `t`: transposed. Keys beyond the last one are none."""
-    q = q_start + (tl.arange(0, mode.block_q)[None, :] if t else tl.arange(0, mode.block_q)[:, None])
-    k = k_start + (tl.arange(0, mode.block_k)[:, None] if t else tl.arange(0, mode.block_k)[None, :])
+    q, k = places(mode, t)
+    q += q_start
+    k += k_start
     q_real = q < mode.q_len
     k_real = k < mode.kv_len
     row = batch if mode.marks_batched else 0
@@ -154,29 +169,31 @@ def visible(q_start, k_start, batch, head, rows, columns, table, mode: tl.conste
     if mode.clauses > 0:
         seen = seen & some
     if mode.table:
-        at = table
+        # One pointer for the tile and small numbers for its elements: fewer registers.
         if mode.table_batched:
-            at += tl.cast(batch, tl.int64) * (mode.table_heads * mode.table_rows * mode.table_width)
+            table += tl.cast(batch, tl.int64) * (
+                mode.table_heads * mode.table_rows * mode.table_width
+            )
         if mode.table_heads > 1:
-            at += tl.cast(head, tl.int64) * (mode.table_rows * mode.table_width)
+            table += tl.cast(head, tl.int64) * (mode.table_rows * mode.table_width)
         if mode.table_indexed:
             i = tl.load(q_at + (mode.row_marks - 1) * mode.q_len, mask=q_real, other=0)
             j = tl.load(k_at + (mode.column_marks - 1) * mode.kv_len, mask=k_real, other=0)
-            at += i * mode.table_width + j
+            at = i * mode.table_width + j
         else:
-            if mode.table_rows > 1:
-                at += tl.cast(q_start, tl.int64) * mode.table_width
-                at += (q - q_start) * mode.table_width
-            if mode.table_width > 1:
-                at += k
-        seen = seen & (tl.load(at, mask=q_real & k_real, other=0) != 0)
+            table += tl.cast(q_start, tl.int64) * (mode.table_width * (mode.table_rows > 1))
+            table += k_start * (mode.table_width > 1)
+            at = (q - q_start) * (mode.table_width * (mode.table_rows > 1))
+            at = at + (k - k_start) * (mode.table_width > 1)
+        seen = seen & (tl.load(table + at, mask=q_real & k_real, other=0) != 0)
     return seen
 
 
 @kernel
 def logits(
-    products, q_start, k_start, batch, head, bias, edge: tl.constexpr, mode: tl.constexpr, t: tl.constexpr
-):
+    products, q_start, k_start, batch, head, bias,
+    edge: tl.constexpr, mode: tl.constexpr, t: tl.constexpr,
+):  # fmt: skip
     """Logits in base 2 of a tile, divided by `mode.factor`; `edge`: the tile may pass the end.
 
     Without bias and soft cap these are the products as they come: the factor waits until exp2,
@@ -197,40 +214,38 @@ def logits(
 def _bias_tile(
     q_start, k_start, batch, head, bias, edge: tl.constexpr, mode: tl.constexpr, t: tl.constexpr
 ):
-    q = tl.arange(0, mode.block_q)[None, :] if t else tl.arange(0, mode.block_q)[:, None]
-    k = tl.arange(0, mode.block_k)[:, None] if t else tl.arange(0, mode.block_k)[None, :]
-    at = bias
+    q, k = places(mode, t)
     if mode.bias_batch > 1:
-        at += tl.cast(batch, tl.int64) * (mode.bias_heads * mode.bias_rows * mode.bias_width)
+        bias += tl.cast(batch, tl.int64) * (mode.bias_heads * mode.bias_rows * mode.bias_width)
     if mode.bias_heads > 1:
-        at += tl.cast(head, tl.int64) * (mode.bias_rows * mode.bias_width)
-    inside = (q_start + q < mode.q_len) & (k_start + k < mode.kv_len)
+        bias += tl.cast(head, tl.int64) * (mode.bias_rows * mode.bias_width)
     if mode.bias_rows > 1:
-        at += tl.cast(q_start, tl.int64) * mode.bias_width
-        at += q * mode.bias_width
+        bias += tl.cast(q_start, tl.int64) * mode.bias_width
     if mode.bias_width > 1:
-        at += k_start
-        at += k
+        bias += k_start
+    q_real = q_start + q < mode.q_len
+    k_real = k_start + k < mode.kv_len
     # An axis of size 1 is read once, and the tile takes its full shape by the sum.
     if mode.bias_rows > 1 and mode.bias_width > 1:
         if edge or mode.ragged_queries:
-            tile = tl.load(at, mask=inside, other=0.0)
+            tile = tl.load(bias + (q * mode.bias_width + k), mask=q_real & k_real, other=0.0)
         else:
-            tile = tl.load(at)
+            tile = tl.load(bias + (q * mode.bias_width + k))
     elif mode.bias_rows > 1:
-        tile = tl.load(at, mask=q_start + q < mode.q_len, other=0.0)
+        tile = tl.load(bias + q, mask=q_real, other=0.0)
     elif mode.bias_width > 1:
-        tile = tl.load(at, mask=k_start + k < mode.kv_len, other=0.0)
+        tile = tl.load(bias + k, mask=k_real, other=0.0)
     else:
-        tile = tl.load(at)
+        tile = tl.load(bias)
     return tile
 
 
 @kernel
 def kept(q_start, k_start, batch, head, counters, mode: tl.constexpr, t: tl.constexpr):
     """Which weights of a tile survive dropout: the bits of kernels/common/dropout.py."""
-    q = q_start + (tl.arange(0, mode.block_q)[None, :] if t else tl.arange(0, mode.block_q)[:, None])
-    k = k_start + (tl.arange(0, mode.block_k)[:, None] if t else tl.arange(0, mode.block_k)[None, :])
+    q, k = places(mode, t)
+    q += q_start
+    k += k_start
     seed = tl.load(counters).to(tl.uint32, bitcast=True)
     head_index = tl.load(counters + 1 + head).to(tl.uint32, bitcast=True)
     batch_index = tl.load(counters + 1 + mode.heads + batch).to(tl.uint32, bitcast=True)
