@@ -8,13 +8,15 @@ whether Triton interprets is settled before Triton is loaded, which is when it w
 A kernel takes pointers to inputs, pointers to outputs, and one static value named `mode`.
 """
 
+import contextlib
+import contextvars
 import functools
 import importlib
 import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +32,7 @@ _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _NAMES = {**_DTYPES, "int32": "i32", "int8": "i8"}
 _FUNCTIONS: list[Callable] = []  # as written
 _LOADED: dict[Callable, Any] = {}  # as written -> as Triton knows it
+_COLLECTED: contextvars.ContextVar = contextvars.ContextVar("collected", default=None)
 
 
 class Launch(NamedTuple):
@@ -38,6 +41,16 @@ class Launch(NamedTuple):
     programs: int
     num_warps: int
     num_stages: int
+
+
+class Call(NamedTuple):
+    """A launch that was asked for, with shapes in the place of arrays."""
+
+    function: Callable
+    arrays: list[jax.ShapeDtypeStruct]
+    outputs: list[jax.ShapeDtypeStruct]
+    mode: Any
+    how: Launch
 
 
 class Compiled(NamedTuple):
@@ -93,7 +106,11 @@ def launch(
     mode: Any,
     how: Launch,
 ) -> list[jax.Array]:
-    """The outputs of a kernel, zero where it writes nothing."""
+    """The outputs of a kernel."""
+    if (calls := _COLLECTED.get()) is not None:
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+        calls.append(Call(function, shapes, list(outputs), mode, how))
+        return [jnp.zeros(x.shape, x.dtype) for x in outputs]
     if settings.interpret():
         results = _interpreted(function, arrays, outputs, mode, how)
     else:
@@ -117,7 +134,6 @@ def _called(function: Any, arrays: Any, outputs: Any, mode: Any, how: Launch) ->
         compute_capability=capability and capability[0] * 10 + capability[1],
         num_warps=how.num_warps,
         num_stages=how.num_stages,
-        zeroed_outputs=tuple(range(len(outputs))) if mode.zeroed else (),
         mode=mode,
     )
 
@@ -125,8 +141,7 @@ def _called(function: Any, arrays: Any, outputs: Any, mode: Any, how: Launch) ->
 def _interpreted(function: Any, arrays: Any, outputs: Any, mode: Any, how: Launch) -> list:
     def run(*arrays: Any) -> list[np.ndarray]:
         inputs = [np.array(x) for x in arrays]
-        # What a kernel forgets to write shows: as NaN, or as a number nobody expects.
-        results = [np.full(x.shape, 0 if mode.zeroed else np.nan, x.dtype) for x in outputs]
+        results = [np.full(x.shape, np.nan, x.dtype) for x in outputs]  # what is forgotten shows
         pointers = map(_Pointer, [*inputs, *results])
         with np.errstate(all="ignore"):  # infinities are part of the algorithms
             _loaded(function)[(how.programs,)](*pointers, mode=mode)
@@ -149,28 +164,32 @@ class _Pointer:
         return self.array.ctypes.data
 
 
-def compile_ahead(
-    function: Callable,
-    arrays: Sequence[Any],
-    outputs: Sequence[Any],
-    mode: Any,
-    how: Launch,
-    capability: int,
-) -> Compiled:
+@contextlib.contextmanager
+def collected() -> Iterator[list[Call]]:
+    """Note launches instead of making them: what they would compute is zeros."""
+    calls: list[Call] = []
+    token = _COLLECTED.set(calls)
+    try:
+        yield calls
+    finally:
+        _COLLECTED.reset(token)
+
+
+def compile_ahead(call: Call, capability: int) -> Compiled:
     """A kernel compiled for a compute capability such as 90, on any machine."""
     from triton.backends.compiler import GPUTarget  # type: ignore[import-not-found]
     from triton.compiler import ASTSource  # type: ignore[import-not-found]
 
-    function = _loaded(function)
-    types = [f"*{_NAMES[np.dtype(x.dtype).name]}" for x in (*arrays, *outputs)]
+    function = _loaded(call.function)
+    types = [f"*{_NAMES[np.dtype(x.dtype).name]}" for x in (*call.arrays, *call.outputs)]
     signature = dict(zip(function.arg_names, [*types, "constexpr"], strict=True))
     source = ASTSource(
         function,
         signature,
-        constexprs={"mode": mode},
+        constexprs={"mode": call.mode},
         attrs={(i,): [["tt.divisibility", 16]] for i in range(len(types))},
     )
-    options = {"num_warps": how.num_warps, "num_stages": how.num_stages}
+    options = {"num_warps": call.how.num_warps, "num_stages": call.how.num_stages}
     compiled = _triton().compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     registers, local = _resources(compiled.asm["cubin"])
     tensor = compiled.metadata.tmem_size or 0

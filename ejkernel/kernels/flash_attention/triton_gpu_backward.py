@@ -95,28 +95,17 @@ def d_keys(
     )  # fmt: skip
     d_k = tl.full([mode.block_k, mode.head_width], 0.0, tl.float32)
     d_v = tl.full([mode.block_k, mode.value_width], 0.0, tl.float32)
-    for member in range(group):
-        head = kv_head * group + member
-        at = (row * mode.heads + head) * mode.q_len
-        first, full_first, full_end, end = walk(j, batch, head, bounds, mode)
-        listed = list_at(j, batch, head, index, mode)
-        for step in range(full_end - full_first):
-            i = block_at(step, True, first, full_first, full_end, listed, mode)
-            d_k, d_v = _keys_step(
-                d_k, d_v, k, v, i * mode.block_q, k_start, batch, head,
-                query + head * mode.head_dim, d_out + head * mode.value_dim,
-                lse + at, delta + at, share + at,
-                rows, columns, table, bias, counters, False, mode,
+    if mode.map_heads:
+        for member in range(group):
+            d_k, d_v = _heads(
+                d_k, d_v, k, v, j, batch, kv_head * group + member, query, d_out, lse, delta,
+                share, rows, columns, table, bias, counters, bounds, index, 1, mode,
             )  # fmt: skip
-        if mode.masked:
-            for step in range(full_first - first + end - full_end):
-                i = block_at(step, False, first, full_first, full_end, listed, mode)
-                d_k, d_v = _keys_step(
-                    d_k, d_v, k, v, i * mode.block_q, k_start, batch, head,
-                    query + head * mode.head_dim, d_out + head * mode.value_dim,
-                    lse + at, delta + at, share + at,
-                    rows, columns, table, bias, counters, True, mode,
-                )  # fmt: skip
+    else:
+        d_k, d_v = _heads(
+            d_k, d_v, k, v, j, batch, kv_head * group, query, d_out, lse, delta, share,
+            rows, columns, table, bias, counters, bounds, index, group, mode,
+        )  # fmt: skip
     store_rows(
         d_key + k_base, d_k * mode.scale, k_start, mode.kv_len, k_stride, mode.head_dim,
         mode.head_width, mode.block_k,
@@ -128,24 +117,60 @@ def d_keys(
 
 
 @kernel
+def _heads(
+    d_k, d_v, k, v, j, batch, head, query, d_out, lse, delta, share,
+    rows, columns, table, bias, counters, bounds, index, count: tl.constexpr, mode: tl.constexpr,
+):  # fmt: skip
+    """What some heads from `head` on, of one map, add to the gradients of a block of keys.
+
+    One loop goes through the blocks of all of them: a loop in a loop would cost registers, and
+    time at the end of each.
+    """
+    first, full_first, full_end, end = walk(j, batch, head, bounds, mode)
+    listed = list_at(j, batch, head, index, mode)
+    full = full_end - full_first
+    for step in range(full * count):
+        member = 0 if count == 1 else step // full
+        i = block_at(step - member * full, True, first, full_first, full_end, listed, mode)
+        d_k, d_v = _keys_step(
+            d_k, d_v, k, v, i * mode.block_q, j * mode.block_k, batch, head + member,
+            query, d_out, lse, delta, share, rows, columns, table, bias, counters, False, mode,
+        )  # fmt: skip
+    if mode.masked:
+        partial = full_first - first + end - full_end
+        for step in range(partial * count):
+            member = 0 if count == 1 else step // partial
+            i = block_at(step - member * partial, False, first, full_first, full_end, listed, mode)
+            d_k, d_v = _keys_step(
+                d_k, d_v, k, v, i * mode.block_q, j * mode.block_k, batch, head + member,
+                query, d_out, lse, delta, share, rows, columns, table, bias, counters, True, mode,
+            )  # fmt: skip
+    return d_k, d_v
+
+
+@kernel
 def _keys_step(
     d_k, d_v, k, v, q_start, k_start, batch, head, query, d_out, lse, delta, share,
     rows, columns, table, bias, counters, masked: tl.constexpr, mode: tl.constexpr,
 ):  # fmt: skip
     """What one block of queries adds to the gradients of a block of keys; tiles are transposed."""
+    edge: tl.constexpr = masked and mode.ragged_queries
+    query += head * mode.head_dim
+    d_out += head * mode.value_dim
+    at = (tl.cast(batch, tl.int64) * mode.heads + head) * mode.q_len
     q = load_rows(
         query, q_start, mode.q_len, mode.heads * mode.head_dim, mode.head_dim, mode.head_width,
-        mode.block_q, mode.ragged_queries,
+        mode.block_q, edge,
     )  # fmt: skip
     d_o = load_rows(
         d_out, q_start, mode.q_len, mode.heads * mode.value_dim, mode.value_dim, mode.value_width,
-        mode.block_q, mode.ragged_queries,
+        mode.block_q, edge,
     )  # fmt: skip
     # Of a row that is not there exp2(logits - inf) is 0, whatever the logits.
-    lse = load_numbers(lse, q_start, mode.q_len, mode.block_q, float("inf"))
-    delta = load_numbers(delta, q_start, mode.q_len, mode.block_q, 0.0)
+    lse = load_numbers(lse + at, q_start, mode.q_len, mode.block_q, float("inf"))
+    delta = load_numbers(delta + at, q_start, mode.q_len, mode.block_q, 0.0)
     if mode.sinks:
-        share = load_numbers(share, q_start, mode.q_len, mode.block_q, 0.0)[None, :]
+        share = load_numbers(share + at, q_start, mode.q_len, mode.block_q, 0.0)[None, :]
     products = tl.dot(k, tl.trans(q), input_precision=mode.precision)
     x, weights = tile_weights(
         products, lse[None, :], q_start, k_start, batch, head, rows, columns, table, bias,
@@ -154,9 +179,15 @@ def _keys_step(
     # The values first: what they need is then free for the second half.
     used = tile_used(weights, share, q_start, k_start, batch, head, counters, mode, True)
     d_v = tl.dot(used.to(d_o.dtype), d_o, d_v, input_precision=mode.precision)
-    d_weights = tl.dot(v, tl.trans(d_o), input_precision=mode.precision)
-    d_weights = tile_used(d_weights, share, q_start, k_start, batch, head, counters, mode, True)
-    d_logits = tile_d_logits(x, weights, d_weights, delta[None, :], mode)
+    if mode.sinks or mode.dropout:
+        d_weights = tl.dot(v, tl.trans(d_o), input_precision=mode.precision)
+        d_weights = tile_used(d_weights, share, q_start, k_start, batch, head, counters, mode, True)
+        d_logits = tile_d_logits(x, weights, d_weights, delta[None, :], mode)
+    else:
+        # Summed from -delta on, which so needs no registers beside the sum.
+        less = tl.broadcast_to(-delta[None, :], [mode.block_k, mode.block_q])
+        d_weights = tl.dot(v, tl.trans(d_o), less, input_precision=mode.precision)
+        d_logits = tile_d_logits(x, weights, d_weights, 0.0, mode)
     d_k = tl.dot(d_logits.to(q.dtype), q, d_k, input_precision=mode.precision)
     return d_k, d_v
 

@@ -135,7 +135,7 @@ def _tile(
     d_weights = tl.dot(d_o, tl.trans(v), input_precision=mode.precision)
     x, weights = tile_weights(
         products, row_lse, q_start, k_start, batch, head, rows, columns, table, bias,
-        mode.masked or mode.ragged_keys, mode.ragged_keys, mode, False,
+        mode.masked, mode.ragged_keys, mode, False,
     )  # fmt: skip
     d_weights = tile_used(
         d_weights, row_share, q_start, k_start, batch, head, counters, mode, False

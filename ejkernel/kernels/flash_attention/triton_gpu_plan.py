@@ -92,7 +92,6 @@ class Mode:
     table_heads: int
     table_rows: int
     table_width: int
-    zeroed: bool = False  # outputs start as zeros
 
 
 class Operands(NamedTuple):
@@ -197,16 +196,16 @@ def _map(
     everything = isinstance(rule, Everything)
     lists = not (rule.contiguous_columns if columns else rule.contiguous)
     facts = {"columns": columns, "map_everything": everything, "map_lists": lists}
+    # The last block may pass the end of the queries, or of the keys: it counts as seen in part.
+    ragged = bool(q_len % block_q if columns else kv_len % block_k)
     if everything:
-        masked = not columns and kv_len % block_k != 0
-        return facts | {"map_batched": False, "map_heads": False, "masked": masked}, {}
+        return facts | {"map_batched": False, "map_heads": False, "masked": ragged}, {}
     state = block_map(rule, q_len, kv_len, block_q, block_k).state
     facts |= {"map_batched": state.shape[0] > 1, "map_heads": state.shape[1] > 1, "masked": True}
-    some, full = state != EMPTY, state == FULL
     if columns:
-        # Keys beyond the last one have rows of their own, which nobody stores.
-        some, full = some.swapaxes(2, 3), full.swapaxes(2, 3)
-    elif kv_len % block_k:
+        state = state.swapaxes(2, 3)
+    some, full = state != EMPTY, state == FULL
+    if ragged:
         full = full & (jnp.arange(full.shape[3]) < full.shape[3] - 1)
     if lists:
         return facts, _lists(some, full)
@@ -328,7 +327,8 @@ def _table(
     """The table of a mask, and where in it each query and key looks, as marks after the others."""
     names = ("table_batched", "table_heads", "table_rows", "table_width")
     if rule is None:
-        return None, dict.fromkeys(("table", "table_indexed", *names), 0)
+        facts = dict(zip(names, (False, 0, 0, 0), strict=True))
+        return None, facts | {"table": False, "table_indexed": False}
     table = _four(rule.mask).astype(jnp.int8)
     batch, heads, height, width = table.shape
     facts = dict(zip(names, (batch > 1, heads, height, width), strict=True))
@@ -340,7 +340,7 @@ def _table(
         ):
             position = jnp.arange(length, dtype=jnp.int32)[None] + _row(start)
             marks.append(jnp.clip(position // block, 0, most - 1))
-    return table, facts | {"table": 1, "table_indexed": indexed}
+    return table, facts | {"table": True, "table_indexed": indexed}
 
 
 def _row(number: Any) -> Any:

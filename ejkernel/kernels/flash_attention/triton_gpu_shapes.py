@@ -31,6 +31,7 @@ class Pair(NamedTuple):
     queries: tuple[int, int]
     warps: int
     stages: int
+    even: bool = False  # only where blocks cut both lengths evenly: guards would cost registers
 
 
 # By the width of the head, or of the value if that is wider.
@@ -57,17 +58,17 @@ _HOPPER: _Forward = {
 _BLACKWELL: _Forward = {
     64: [Shape(128, 64, 8, 3), Shape(128, 64, 4, 3), Shape(64, 64, 4, 3)],
     128: [Shape(128, 64, 8, 3), Shape(128, 64, 8, 2), Shape(64, 64, 4, 3)],
-    256: [Shape(64, 64, 8, 2), Shape(128, 64, 8, 2), Shape(128, 32, 8, 2)],
+    256: [Shape(64, 64, 8, 2), Shape(128, 32, 8, 2)],
 }
 _AMPERE: _Forward = {
     64: [Shape(128, 64, 4, 3), Shape(128, 64, 8, 3), Shape(64, 64, 4, 3)],
-    128: [Shape(128, 64, 8, 3), Shape(64, 64, 4, 3), Shape(128, 128, 8, 2)],
-    256: [Shape(64, 64, 8, 2), Shape(64, 32, 4, 2)],
+    128: [Shape(128, 64, 8, 3), Shape(64, 64, 4, 3), Shape(64, 64, 4, 2)],
+    256: [Shape(64, 64, 8, 2), Shape(32, 32, 4, 2)],
 }
 _SMALL: _Forward = {
     64: [Shape(128, 64, 8, 3), Shape(64, 64, 4, 3)],
     128: [Shape(64, 64, 4, 2), Shape(128, 64, 8, 2), Shape(64, 32, 4, 2)],
-    256: [Shape(64, 32, 4, 2)],
+    256: [Shape(32, 32, 4, 2)],
 }
 # With a tile of bias, table or random bits beside the logits.
 _HEAVY: _Forward = {
@@ -82,29 +83,44 @@ _EXACT: _Forward = {
     256: [Shape(16, 16, 8, 2)],
 }
 
-_LARGE_BACKWARD: _Backward = {
+_HOPPER_BACKWARD: _Backward = {
     64: [
         Pair((64, 128), (128, 64), 8, 2),
         Pair((64, 64), (64, 64), 4, 2),
         Pair((32, 128), (128, 128), 8, 2),
     ],
     128: [
-        Pair((64, 128), (128, 64), 8, 2),
-        Pair((64, 64), (64, 64), 8, 2),
-        Pair((32, 64), (64, 64), 4, 2),
+        Pair((64, 128), (128, 64), 8, 2, even=True),
+        Pair((64, 64), (128, 64), 8, 2),
         Pair((32, 128), (128, 64), 8, 2),
+        Pair((32, 64), (64, 64), 4, 2),
     ],
-    256: [Pair((32, 64), (64, 64), 8, 2), Pair((32, 32), (64, 32), 8, 2)],
+    256: [Pair((16, 64), (64, 64), 8, 2), Pair((64, 32), (64, 32), 8, 2)],
 }
-_AMPERE_BACKWARD: _Backward = {
+_BLACKWELL_BACKWARD: _Backward = {
     64: [Pair((64, 128), (128, 64), 8, 2), Pair((64, 64), (64, 64), 4, 2)],
     128: [Pair((64, 64), (128, 64), 8, 2), Pair((32, 64), (64, 64), 4, 2)],
-    256: [Pair((32, 64), (64, 64), 8, 2), Pair((32, 32), (64, 32), 8, 2)],
+    256: [Pair((64, 32), (64, 32), 8, 2), Pair((32, 32), (64, 32), 8, 2)],
+}
+_AMPERE_BACKWARD: _Backward = {
+    64: [
+        Pair((64, 128), (128, 64), 8, 2, even=True),
+        Pair((64, 64), (64, 64), 4, 2),
+        Pair((32, 128), (128, 64), 8, 2),
+    ],
+    128: [Pair((64, 64), (64, 64), 8, 2), Pair((32, 64), (64, 64), 4, 2)],
+    256: [Pair((16, 64), (64, 64), 8, 2), Pair((32, 32), (64, 32), 8, 2)],
 }
 _SMALL_BACKWARD: _Backward = {
-    64: [Pair((64, 128), (128, 64), 8, 2), Pair((64, 64), (64, 64), 4, 2)],
+    64: [Pair((64, 64), (64, 64), 4, 2), Pair((32, 128), (128, 64), 8, 2)],
     128: [Pair((64, 64), (64, 64), 8, 2), Pair((32, 64), (64, 64), 4, 2)],
-    256: [Pair((32, 32), (32, 32), 4, 2)],
+    256: [Pair((32, 32), (32, 32), 8, 2)],
+}
+# With a soft cap or sinks.
+_CAPPED_BACKWARD: _Backward = {
+    64: [Pair((32, 128), (128, 64), 8, 2), Pair((32, 64), (64, 64), 4, 2)],
+    128: [Pair((32, 128), (128, 64), 8, 2), Pair((32, 64), (64, 64), 8, 2)],
+    256: [Pair((64, 32), (64, 32), 8, 2)],
 }
 _HEAVY_BACKWARD: _Backward = {
     64: [Pair((32, 64), (64, 32), 4, 2), Pair((32, 64), (64, 64), 8, 2)],
@@ -137,17 +153,24 @@ def forward_shapes(inputs: Inputs, spec: Spec, device: Device) -> list[Shape]:
 
 def backward_pairs(inputs: Inputs, spec: Spec, device: Device) -> list[Pair]:
     """Shapes for the backward pass of a call, the guess first."""
-    large, ampere, _ = _kind(device)
+    large, ampere, blackwell = _kind(device)
     table = _SMALL_BACKWARD
     if _is_exact(inputs):
         table = _EXACT_BACKWARD
     elif _is_heavy(inputs):
         table = _HEAVY_BACKWARD
+    elif inputs.sinks is not None or spec.logits_soft_cap is not None:
+        table = _CAPPED_BACKWARD if large and not blackwell else _HEAVY_BACKWARD
     elif large:
-        table = _LARGE_BACKWARD
+        table = _BLACKWELL_BACKWARD if blackwell else _HOPPER_BACKWARD
     elif ampere:
         table = _AMPERE_BACKWARD
-    return table[_width(inputs)]
+    lengths = inputs.query.shape[1], inputs.key.shape[1]
+    return [
+        pair
+        for pair in table[_width(inputs)]
+        if not (pair.even and any(n % b for n, b in zip(lengths, pair.keys, strict=True)))
+    ]
 
 
 def forward_params(shape: Shape) -> FwdParams:

@@ -84,8 +84,8 @@ def walk(line, batch, head, bounds, mode: tl.constexpr):
     lines: tl.constexpr = mode.k_blocks if mode.columns else mode.q_blocks
     others: tl.constexpr = mode.q_blocks if mode.columns else mode.k_blocks
     if mode.map_everything:
-        # Keys beyond the last one must be masked, queries beyond the last one do no harm.
-        ragged: tl.constexpr = 0 if mode.columns else mode.ragged_keys
+        # A block that passes the end needs guards, and so counts as seen in part.
+        ragged: tl.constexpr = mode.ragged_queries if mode.columns else mode.ragged_keys
         first = 0
         full_first = 0
         full_end = others - ragged
@@ -137,13 +137,11 @@ def visible(
 ):
     """Which pairs of a tile the mask allows; `t`: transposed. Keys beyond the last one are none."""
     q, k = places(mode, t)
-    q += q_start
-    k += k_start
-    q_real = q < mode.q_len
-    k_real = k < mode.kv_len
-    row = batch if mode.marks_batched else 0
-    q_at = rows + tl.cast(row, tl.int64) * (mode.row_marks * mode.q_len) + q
-    k_at = columns + tl.cast(row, tl.int64) * (mode.column_marks * mode.kv_len) + k
+    q_real = q + q_start < mode.q_len
+    k_real = k + k_start < mode.kv_len
+    if mode.marks_batched:
+        rows += tl.cast(batch, tl.int64) * (mode.row_marks * mode.q_len)
+        columns += tl.cast(batch, tl.int64) * (mode.column_marks * mode.kv_len)
     seen = q_real & k_real
     clauses: tl.constexpr = mode.clauses
     matches: tl.constexpr = mode.matches
@@ -151,16 +149,15 @@ def visible(
         slot: tl.constexpr = clause * (mode.has_low + mode.has_high + mode.matches)
         allowed = k_real
         if mode.has_low:
-            low = tl.load(q_at + slot * mode.q_len, mask=q_real, other=0)
-            allowed = allowed & (k >= low)
+            low = _row_marks(rows, slot, q_start, mode, t)
+            allowed = allowed & (k + k_start >= low)
         if mode.has_high:
-            high = tl.load(q_at + (slot + mode.has_low) * mode.q_len, mask=q_real, other=0)
-            allowed = allowed & (k <= high)
+            high = _row_marks(rows, slot + mode.has_low, q_start, mode, t)
+            allowed = allowed & (k + k_start <= high)
         for match in tl.static_range(matches):
-            q_slot: tl.constexpr = slot + mode.has_low + mode.has_high + match
-            k_slot: tl.constexpr = clause * mode.matches + match
-            q_mark = tl.load(q_at + q_slot * mode.q_len, mask=q_real, other=0)
-            k_mark = tl.load(k_at + k_slot * mode.kv_len, mask=k_real, other=0)
+            after: tl.constexpr = slot + mode.has_low + mode.has_high + match
+            q_mark = _row_marks(rows, after, q_start, mode, t)
+            k_mark = _column_marks(columns, clause * matches + match, k_start, mode, t)
             allowed = allowed & (q_mark == k_mark)
         if clause == 0:
             some = allowed
@@ -177,16 +174,31 @@ def visible(
         if mode.table_heads > 1:
             table += tl.cast(head, tl.int64) * (mode.table_rows * mode.table_width)
         if mode.table_indexed:
-            i = tl.load(q_at + (mode.row_marks - 1) * mode.q_len, mask=q_real, other=0)
-            j = tl.load(k_at + (mode.column_marks - 1) * mode.kv_len, mask=k_real, other=0)
+            i = _row_marks(rows, mode.row_marks - 1, q_start, mode, t)
+            j = _column_marks(columns, mode.column_marks - 1, k_start, mode, t)
             at = i * mode.table_width + j
         else:
-            table += tl.cast(q_start, tl.int64) * (mode.table_width * (mode.table_rows > 1))
-            table += k_start * (mode.table_width > 1)
-            at = (q - q_start) * (mode.table_width * (mode.table_rows > 1))
-            at = at + (k - k_start) * (mode.table_width > 1)
+            row: tl.constexpr = mode.table_width if mode.table_rows > 1 else 0
+            step: tl.constexpr = 1 if mode.table_width > 1 else 0
+            table += tl.cast(q_start, tl.int64) * row + k_start * step
+            at = q * row + k * step
         seen = seen & (tl.load(table + at, mask=q_real & k_real, other=0) != 0)
     return seen
+
+
+@kernel
+def _row_marks(rows, slot: tl.constexpr, q_start, mode: tl.constexpr, t: tl.constexpr):
+    """Marks of the queries of a tile, so that they broadcast to it."""
+    # Loaded before they get a second axis: else each thread may load them for all its elements.
+    marks = load_numbers(rows + slot * mode.q_len, q_start, mode.q_len, mode.block_q, 0)
+    return marks[None, :] if t else marks[:, None]
+
+
+@kernel
+def _column_marks(columns, slot: tl.constexpr, k_start, mode: tl.constexpr, t: tl.constexpr):
+    """Marks of the keys of a tile, so that they broadcast to it."""
+    marks = load_numbers(columns + slot * mode.kv_len, k_start, mode.kv_len, mode.block_k, 0)
+    return marks[:, None] if t else marks[None, :]
 
 
 @kernel
@@ -219,22 +231,21 @@ def _bias_tile(
         bias += tl.cast(batch, tl.int64) * (mode.bias_heads * mode.bias_rows * mode.bias_width)
     if mode.bias_heads > 1:
         bias += tl.cast(head, tl.int64) * (mode.bias_rows * mode.bias_width)
-    if mode.bias_rows > 1:
-        bias += tl.cast(q_start, tl.int64) * mode.bias_width
-    if mode.bias_width > 1:
-        bias += k_start
-    q_real = q_start + q < mode.q_len
-    k_real = k_start + k < mode.kv_len
     # An axis of size 1 is read once, and the tile takes its full shape by the sum.
     if mode.bias_rows > 1 and mode.bias_width > 1:
+        bias += tl.cast(q_start, tl.int64) * mode.bias_width + k_start
+        at = q * mode.bias_width + k
         if edge or mode.ragged_queries:
-            tile = tl.load(bias + (q * mode.bias_width + k), mask=q_real & k_real, other=0.0)
+            inside = (q + q_start < mode.q_len) & (k + k_start < mode.kv_len)
+            tile = tl.load(bias + at, mask=inside, other=0.0)
         else:
-            tile = tl.load(bias + (q * mode.bias_width + k))
+            tile = tl.load(bias + at)
     elif mode.bias_rows > 1:
-        tile = tl.load(bias + q, mask=q_real, other=0.0)
+        tile = load_numbers(bias, q_start, mode.q_len, mode.block_q, 0.0)
+        tile = tile[None, :] if t else tile[:, None]
     elif mode.bias_width > 1:
-        tile = tl.load(bias + k, mask=k_real, other=0.0)
+        tile = load_numbers(bias, k_start, mode.kv_len, mode.block_k, 0.0)
+        tile = tile[:, None] if t else tile[None, :]
     else:
         tile = tl.load(bias)
     return tile

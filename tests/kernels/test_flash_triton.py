@@ -1,0 +1,434 @@
+"""Flash attention in Triton: interpreted it computes what is defined, compiled it fits the chip."""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conformance.cases import Case
+from conformance.oracle import assert_as_good_as_rounding, value_and_gradients
+
+from ejkernel import settings
+from ejkernel.errors import UnsupportedError
+from ejkernel.kernels.common import triton_bridge
+from ejkernel.kernels.flash_attention import OP, triton_gpu
+from ejkernel.kernels.flash_attention.config import FlashAttentionConfig
+from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
+from ejkernel.kernels.flash_attention.triton_gpu_plan import Plan, plan
+from ejkernel.kernels.flash_attention.workloads import WORKLOADS
+from ejkernel.modules import flash_attention
+from ejkernel.ops import executor
+from ejkernel.ops.config import BwdParams, FwdParams
+from ejkernel.ops.executor import Request
+from ejkernel.ops.platform import Backend, Device, Platform
+from ejkernel.types.rules import (
+    And,
+    Band,
+    Blocks,
+    Chunks,
+    Dense,
+    Everything,
+    KeyLength,
+    Or,
+    QueryLength,
+    Rule,
+    Segments,
+    TokenTypes,
+)
+
+H200 = Device("gpu", "NVIDIA H200", (9, 0), "NVIDIA H200|absent")
+SOURCE = next(source for source in OP.sources if source.platform is Platform.TRITON)
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
+
+
+@pytest.fixture
+def interpreter():
+    """Kernels run in Triton's interpreter, on NumPy arrays."""
+    with settings.override(interpret=True):
+        if reason := triton_bridge.why_not(H200, jnp.float32):
+            pytest.skip(f"triton {reason}")
+        yield
+
+
+# Blocks small enough that every workload has several, different for each of the three kernels.
+SMALL = FlashAttentionConfig(
+    platform="triton",
+    fwd_params=FwdParams(q_blocksize=16, kv_blocksize=32),
+    bwd_params=BwdParams(q_blocksize=16, kv_blocksize=32, blocksize_m=32, blocksize_n=16),
+)
+
+
+def workloads(*quick):
+    return [
+        pytest.param(workload, id=workload.name, marks=[] if chosen else [pytest.mark.slow])
+        for workload in WORKLOADS
+        if "test" in workload.tags
+        for chosen in [workload.name in quick]
+    ]
+
+
+def check(workload, dtype, cfg):
+    case = Case(OP, SOURCE, workload)
+    call = case.call(dtype)
+    run = lambda inputs: executor.run(OP, inputs, call.spec, Request(cfg=cfg))
+    outputs, gradients = value_and_gradients(run, call.inputs)
+    assert outputs.out.dtype == dtype
+    assert outputs.lse.dtype == jnp.float32
+    assert_as_good_as_rounding(case, dtype, "values", outputs)
+    assert_as_good_as_rounding(case, dtype, "gradients", gradients)
+
+
+@needs_triton
+@pytest.mark.parametrize("workload", workloads("window_pair", "blind_rows"))
+def test_interpreted_it_computes_what_is_defined(interpreter, workload):
+    """Values and gradients; what a kernel leaves unwritten would be NaN."""
+    check(workload, jnp.float32, SMALL)
+
+
+@needs_triton
+@pytest.mark.parametrize("workload", workloads())
+def test_half_precision_is_as_good_as_rounding(interpreter, workload):
+    check(workload, jnp.float16, SMALL)
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["all_at_once", "odd_lengths", "one_token", "decode"])
+def test_blocks_of_the_usual_size(interpreter, name):
+    workload = next(w for w in WORKLOADS if w.name == name)
+    check(workload, jnp.float32, FlashAttentionConfig(platform="triton"))
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize(("dim", "value_dim"), [(40, 60), (80, 80), (96, 24), (192, 128)])
+def test_any_head_dim(interpreter, dim, value_dim):
+    inputs = draw(queries=20, keys=40, dim=dim, value_dim=value_dim, mask=Band(None, 20))
+    compare(inputs, Spec(softmax_scale=dim**-0.5))
+
+
+def draw(queries=40, keys=40, dim=16, value_dim=16, heads=2, **fields):
+    rng = np.random.default_rng(0)
+    array = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    return Inputs(
+        array(2, queries, heads, dim),
+        array(2, keys, 1, dim),
+        array(2, keys, 1, value_dim),
+        **fields,
+    )
+
+
+def run(platform, inputs, spec):
+    def both(inputs):
+        implementation = {"triton": triton_gpu.IMPLEMENTATION}.get(platform) or xla()
+        outputs, residuals = implementation.forward.run(inputs, spec, SMALL.fwd_params)
+        ones = Outputs(jnp.ones_like(outputs.out), jnp.ones_like(outputs.lse))
+        return outputs, implementation.backward.run(inputs, residuals, ones, spec, SMALL.bwd_params)
+
+    return jax.jit(both)(inputs)
+
+
+def xla():
+    return next(s for s in OP.sources if s.platform is Platform.XLA).load()
+
+
+def compare(inputs, spec, tolerance=1e-5):
+    """With XLA's, which the conformance suite holds to the definition."""
+    for got, known in zip(
+        jax.tree.leaves(run("triton", inputs, spec)),
+        jax.tree.leaves(run("xla", inputs, spec)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(got, known, rtol=tolerance, atol=tolerance)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Contradiction(Rule):
+    """Says of its blocks that every pair is visible, and of every pair that it is not."""
+
+    def sliced(self, q_start, q_len, k_start, k_len):
+        return self
+
+    def allowed(self, q_len, kv_len):
+        return jnp.zeros((1, 1, 1), bool)
+
+    def block_bounds(self, grid):
+        return jnp.ones((1, 1, 1), bool), jnp.ones((1, 1, 1), bool)
+
+
+@needs_triton
+@pytest.mark.slow
+def test_full_blocks_run_unmasked(interpreter):
+    inputs, spec = draw(queries=64, keys=64), Spec(softmax_scale=0.3)
+    plain = run("triton", inputs, spec)
+    full = run("triton", inputs._replace(mask=Contradiction()), spec)
+    for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(full), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@needs_triton
+@pytest.mark.slow
+def test_blocks_that_the_mask_hides_are_not_read(interpreter):
+    """A NaN in a block that is computed and masked would still reach the output, as 0 * NaN."""
+    inputs = draw(queries=64, keys=64, mask=Band(None, -32))
+    poisoned = inputs._replace(
+        key=inputs.key.at[:, 32:].set(np.nan), value=inputs.value.at[:, 32:].set(np.nan)
+    )
+    (out, lse), gradients = run("triton", poisoned, Spec(softmax_scale=0.3))
+    assert (lse[..., :32] == -np.inf).all()
+    assert (out[:, :32] == 0).all()
+    assert not any(np.isnan(x).any() for x in jax.tree.leaves((out, lse, gradients)))
+    assert (gradients.key[:, 32:] == 0).all()
+
+
+@needs_triton
+@pytest.mark.slow
+def test_the_gradient_of_a_shared_bias_is_a_sum(interpreter):
+    spec = Spec(softmax_scale=0.3)
+    for shape in ((1, 1, 1, 1), (2, 1, 1, 40), (1, 2, 40, 1), (1, 1, 40, 40)):
+        bias = jnp.asarray(np.random.default_rng(1).standard_normal(shape), jnp.float32)
+        compare(draw(bias=bias, mask=Band(None, 0)), spec)
+
+
+RNG = np.random.default_rng(0)
+IDS = jnp.asarray(RNG.integers(-1, 3, (2, 50)), jnp.int32)
+TYPES = jnp.asarray(RNG.integers(0, 3, (1, 50)), jnp.int32)
+COIN = jnp.asarray(RNG.random((2, 3, 50, 50)) < 0.5)
+LENGTHS = jnp.array([7, 41], jnp.int32)
+RULES = {
+    "everything": Everything(),
+    "causal": Band(None, 0),
+    "window": Band(-9, 3),
+    "traced_band": Band(None, LENGTHS) & Band(-LENGTHS, None),
+    "positions": Band(-5, 5, IDS[:1] * 7),
+    "chunks": Chunks(16, 3, LENGTHS) & Band(None, 0),
+    "lengths": KeyLength(LENGTHS) & QueryLength(30),
+    "segments": Segments(IDS, IDS) & Band(None, 0),
+    "two_matches": Segments(IDS, IDS) & TokenTypes(TYPES, TYPES),
+    "union": (Band(None, 0) | TokenTypes(TYPES, TYPES)) & Segments(IDS, IDS) & Band(-20, 20),
+    "union_of_unions": (Chunks(5) | Band(0, 1)) & (Chunks(16) | Segments(IDS, IDS)),
+    "nothing": Or(()),
+    "dense": Dense(COIN) & Band(None, 0),
+    "dense_keys": Dense(COIN[:, :1, :1]),
+    "dense_twice": Dense(COIN[:1]) & Dense(COIN[:, :1]),
+    "dense_or_band": Dense(COIN[:, :1]) | Band(None, 0),
+    "blocks": Blocks(COIN[:, :, :7, :6], 8, 10, 3, LENGTHS % 5) & Band(-30, 9),
+    "too_many": And(tuple(Chunks(n) | Band(-n, 0) for n in (3, 4, 5))),
+}
+
+
+def planned_of(rule, columns=False):
+    """The plan of a call of 50 queries and keys under a rule, in blocks of 16 and 8."""
+    shape = jax.ShapeDtypeStruct((2, 50, 3, 16), jnp.float32)
+    mode = []
+
+    def operands(rule):
+        inputs = Inputs(shape, shape, shape, mask=rule)
+        planned = plan(inputs, Spec(softmax_scale=1.0), 16, 8, columns)
+        mode.append(planned.mode)
+        return planned.operands
+
+    arrays = jax.jit(operands)(rule)
+    return Plan(mode[0], arrays)
+
+
+def as_the_kernels_see_it(planned):
+    """The mask of a plan, [b, n, t, s], by the formulas of the kernels in NumPy."""
+    mode, arrays = planned
+    rows, columns, table = (np.asarray(x) for x in arrays[:3])
+    batch, heads, t, s = 2, 3, mode.q_len, mode.kv_len
+    seen = np.ones((batch, heads, t, s), bool)
+    for b in range(batch):
+        row = rows[b if mode.marks_batched else 0]
+        column = columns[b if mode.marks_batched else 0]
+        some = np.zeros((t, s), bool)
+        for clause in range(mode.clauses):
+            slot = clause * (mode.has_low + mode.has_high + mode.matches)
+            allowed = np.ones((t, s), bool)
+            if mode.has_low:
+                allowed &= np.arange(s) >= row[slot][:, None]
+            if mode.has_high:
+                allowed &= np.arange(s) <= row[slot + mode.has_low][:, None]
+            for match in range(mode.matches):
+                mark = row[slot + mode.has_low + mode.has_high + match]
+                allowed &= mark[:, None] == column[clause * mode.matches + match]
+            some |= allowed
+        if mode.clauses:
+            seen[b] &= some
+        for n in range(heads):
+            if not mode.table:
+                continue
+            one = table[b if mode.table_batched else 0, n if mode.table_heads > 1 else 0]
+            if mode.table_indexed:
+                one = one[row[-1][:, None], column[-1][None, :]]
+            seen[b, n] &= np.broadcast_to(one != 0, (t, s))
+    return seen
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_plan_says_what_the_mask_says(name):
+    rule = RULES[name]
+    planned = planned_of(rule)
+    truth = np.broadcast_to(rule.dense(50, 50), (2, 3, 50, 50))
+    np.testing.assert_array_equal(as_the_kernels_see_it(planned), truth)
+
+
+def visited(planned, b, n, line):
+    """The full and the partial blocks of a line, by the formulas of the kernels."""
+    mode, arrays = planned
+    count = mode.q_blocks if mode.columns else mode.k_blocks
+    if mode.map_everything:
+        ragged = mode.ragged_queries if mode.columns else mode.ragged_keys
+        return list(range(count - ragged)), list(range(count - ragged, count))
+    b, n = b if mode.map_batched else 0, n if mode.map_heads else 0
+    first, full_first, full_end, end = np.asarray(arrays.bounds)[b, n, line]
+    if mode.map_lists:
+        index = list(np.asarray(arrays.index)[b, n, line])
+        return index[:full_end], index[full_end:end]
+    return list(range(full_first, full_end)), [*range(first, full_first), *range(full_end, end)]
+
+
+@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.parametrize("name", RULES)
+def test_a_plan_visits_what_is_seen_and_masks_what_is_seen_in_part(name, columns):
+    rule = RULES[name]
+    planned = planned_of(rule, columns)
+    truth = np.broadcast_to(rule.dense(50, 50), (2, 3, 50, 50))
+    lines, others = planned.mode.q_blocks, planned.mode.k_blocks
+    if columns:
+        truth, lines, others = truth.swapaxes(2, 3), others, lines
+    sizes = (8, 16) if columns else (16, 8)
+    for b in range(2):
+        for n in range(3):
+            for line in range(lines):
+                full, partial = visited(planned, b, n, line)
+                assert len({*full, *partial}) == len(full) + len(partial)
+                for other in range(others):
+                    at = line * sizes[0], other * sizes[1]
+                    tile = truth[b, n, at[0] : at[0] + sizes[0], at[1] : at[1] + sizes[1]]
+                    assert tile.all() or other not in full
+                    assert not tile.any() or other in full or other in partial
+                    assert at[1] + sizes[1] <= 50 or other not in full, "no guard at the edge"
+
+
+def test_a_causal_plan_has_one_run_of_full_blocks_and_few_partial_ones():
+    shape = jax.ShapeDtypeStruct((1, 1024, 2, 16), jnp.float32)
+    inputs = Inputs(shape, shape, shape, mask=Band(None, 0))
+    planned = plan(inputs, Spec(softmax_scale=1.0), 128, 64)
+    assert [tuple(map(len, visited(planned, 0, 0, i))) for i in range(8)] == [
+        (2 * i, 2) for i in range(8)
+    ]
+
+
+def test_a_mask_without_arrays_costs_nothing_at_run_time():
+    """Its map and marks are constants of the program."""
+    shape = jax.ShapeDtypeStruct((1, 512, 2, 16), jnp.float32)
+
+    def operands(query):
+        inputs = Inputs(query, query, query, mask=Band(-100, 0))
+        return plan(inputs, Spec(softmax_scale=1.0), 64, 64).operands
+
+    assert {eqn.primitive.name for eqn in jax.make_jaxpr(operands)(shape).eqns} <= {
+        "broadcast_in_dim"
+    }
+
+
+def refusal(dtype="float16", device=H200, dim=64, **dtypes):
+    shape = lambda name: jax.ShapeDtypeStruct((1, 8, 2, dim), dtypes.get(name, dtype))
+    inputs = Inputs(shape("query"), shape("key"), shape("value"))
+    return triton_gpu.why_not(inputs, Spec(softmax_scale=1.0), device)
+
+
+def test_it_says_what_it_cannot_do():
+    old = H200._replace(compute_capability=(7, 5))
+    other = H200._replace(kind="gfx942", compute_capability=None)
+    assert refusal("float64") == "takes bfloat16, float16, float32 and no float64"
+    assert refusal(key="float32") == "takes query, key and value of one dtype"
+    assert refusal(dim=300) == "takes head dims up to 256 and this one is 300"
+    if importlib.util.find_spec("jax_triton") is None:
+        assert "is not installed" in str(refusal())
+    else:
+        assert refusal() is None
+        assert "8.0 or higher and the device has 7.5" in str(refusal(device=old))
+        assert "needs an NVIDIA GPU" in str(refusal(device=other))
+
+
+def test_on_a_cpu_it_is_refused_in_words():
+    x = jnp.ones((1, 8, 2, 16))
+    if jax.default_backend() == "gpu":
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(UnsupportedError, match="platform='triton' cannot serve this call"):
+        flash_attention(x, x, x, platform="triton")
+    assert SOURCE.backend is Backend.GPU
+
+
+def compiled(capability, *names):
+    """What the compiler says of every kernel of every candidate of these calls."""
+    root = Path(__file__).parents[2]
+    paths = [str(root), *sys.path]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(paths)}
+    for name in ("TRITON_INTERPRET", "EJKERNEL_INTERPRET"):
+        environment.pop(name, None)
+    script = Path(__file__).with_name("triton_compile.py")
+    done = subprocess.run(
+        [sys.executable, script, str(capability), *names],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+SHARED = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+
+
+def assert_fits(kernels, capability):
+    assert kernels
+    for kernel in kernels:
+        assert kernel["local"] == 0, kernel
+        assert kernel["shared"] <= SHARED[capability], kernel
+        assert kernel["tensor"] <= 512, kernel
+
+
+@needs_triton
+@pytest.mark.slow
+def test_it_compiles_for_hopper_without_local_memory():
+    kernels = compiled(90, "causal_64_256")
+    assert_fits(kernels, 90)
+    assert {kernel["kernel"] for kernel in kernels} == {"attend", "d_keys", "d_queries"}
+    assert all(kernel["wgmma"] for kernel in kernels)
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("what", ["full", "causal", "packed", "capped", "everything", "exact"])
+@pytest.mark.parametrize("capability", SHARED)
+def test_no_candidate_uses_local_memory(capability, what, dim):
+    """Lengths with a ragged end and without, all that the tuner may choose."""
+    assert_fits(compiled(capability, f"{what}_{dim}_2000", f"{what}_{dim}_2048"), capability)
+
+
+@needs_triton
+@pytest.mark.slow
+def test_it_lowers_for_a_gpu_that_is_not_here():
+    """A program for an H200 is made on any machine that has the plugin's code."""
+    for package in ("jax_triton", "jax_cuda13_plugin"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    code = Path(__file__).with_name("triton_lower.py")
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["1", "3"]
