@@ -286,10 +286,6 @@ def test_a_plan_says_what_the_mask_says(name):
 def visited(planned, b, n, line):
     """The full and the partial blocks of a line, by the formulas of the kernels."""
     mode, arrays = planned
-    count = mode.q_blocks if mode.columns else mode.k_blocks
-    if mode.map_everything:
-        ragged = mode.ragged_queries if mode.columns else mode.ragged_keys
-        return list(range(count - ragged)), list(range(count - ragged, count))
     b, n = b if mode.map_batched else 0, n if mode.map_heads else 0
     first, full_first, full_end, end = np.asarray(arrays.bounds)[b, n, line]
     if mode.map_lists:
@@ -413,7 +409,9 @@ def test_it_compiles_for_hopper_without_local_memory():
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize("what", ["full", "causal", "packed", "capped", "everything", "exact"])
+@pytest.mark.parametrize(
+    "what", ["full", "causal", "decode", "packed", "capped", "everything", "exact"]
+)
 @pytest.mark.parametrize("capability", SHARED)
 def test_no_candidate_uses_local_memory(capability, what, dim):
     """Lengths with a ragged end and without, all that the tuner may choose."""

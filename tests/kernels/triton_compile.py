@@ -37,6 +37,8 @@ def call(name):
         return inputs._replace(mask=causal), spec
     if what == "full":
         return inputs, spec
+    if what == "decode":
+        return inputs._replace(query=shape(2, 1, 8, h), mask=Band(None, t - 1)), spec
     ids = shape(2, t, dtype="int32")
     if what == "packed":
         return inputs._replace(mask=causal & Segments(ids, ids)), spec

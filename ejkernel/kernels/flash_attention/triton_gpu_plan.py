@@ -74,7 +74,6 @@ class Mode:
     bias_rows: int
     bias_width: int
     columns: bool  # the map lists the query blocks of each key block, not the other way round
-    map_everything: bool
     map_lists: bool
     map_batched: bool
     map_heads: bool
@@ -193,20 +192,22 @@ def _map(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Which tiles are visited, and which of them need no mask."""
     q_len, kv_len = inputs.query.shape[1], inputs.key.shape[1]
-    everything = isinstance(rule, Everything)
     lists = not (rule.contiguous_columns if columns else rule.contiguous)
-    facts = {"columns": columns, "map_everything": everything, "map_lists": lists}
-    # The last block may pass the end of the queries, or of the keys: it counts as seen in part.
-    ragged = bool(q_len % block_q if columns else kv_len % block_k)
-    if everything:
-        return facts | {"map_batched": False, "map_heads": False, "masked": ragged}, {}
     state = block_map(rule, q_len, kv_len, block_q, block_k).state
-    facts |= {"map_batched": state.shape[0] > 1, "map_heads": state.shape[1] > 1, "masked": True}
     if columns:
         state = state.swapaxes(2, 3)
     some, full = state != EMPTY, state == FULL
+    # The last block may pass the end of the queries, or of the keys: it counts as seen in part.
+    ragged = bool(q_len % block_q if columns else kv_len % block_k)
     if ragged:
         full = full & (jnp.arange(full.shape[3]) < full.shape[3] - 1)
+    facts = {
+        "columns": columns,
+        "map_lists": lists,
+        "map_batched": state.shape[0] > 1,
+        "map_heads": state.shape[1] > 1,
+        "masked": ragged or not isinstance(rule, Everything),
+    }
     if lists:
         return facts, _lists(some, full)
     first, end = _range(some)

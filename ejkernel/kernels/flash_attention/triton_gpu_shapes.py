@@ -52,6 +52,7 @@ _HOPPER: _Forward = {
         Shape(128, 128, 8, 3),
         Shape(64, 64, 4, 3),
         Shape(64, 64, 4, 2),
+        Shape(64, 128, 4, 2),
     ],
     256: [Shape(128, 64, 8, 2), Shape(64, 64, 8, 2), Shape(128, 32, 8, 2)],
 }
@@ -79,7 +80,7 @@ _HEAVY: _Forward = {
 # Exact float32 has no tensor cores.
 _EXACT: _Forward = {
     64: [Shape(32, 32, 4, 2), Shape(32, 32, 8, 2)],
-    128: [Shape(32, 32, 8, 2), Shape(16, 32, 4, 2)],
+    128: [Shape(32, 16, 8, 2), Shape(16, 32, 8, 2)],
     256: [Shape(16, 16, 8, 2)],
 }
 
@@ -127,10 +128,11 @@ _HEAVY_BACKWARD: _Backward = {
     128: [Pair((32, 64), (128, 32), 8, 2)],
     256: [Pair((32, 32), (32, 32), 8, 2)],
 }
+_HEAVY_AMPERE_BACKWARD: _Backward = _HEAVY_BACKWARD | {64: [Pair((32, 32), (64, 32), 4, 2)]}
 _EXACT_BACKWARD: _Backward = {
     64: [Pair((32, 32), (32, 32), 8, 2), Pair((16, 32), (32, 16), 4, 2)],
-    128: [Pair((16, 16), (16, 16), 4, 2), Pair((16, 32), (32, 16), 8, 2)],
-    256: [Pair((16, 16), (16, 16), 8, 2)],
+    128: [Pair((16, 32), (32, 16), 8, 2)],
+    256: [Pair((16, 16), (16, 16), 4, 2)],
 }
 
 
@@ -155,12 +157,13 @@ def backward_pairs(inputs: Inputs, spec: Spec, device: Device) -> list[Pair]:
     """Shapes for the backward pass of a call, the guess first."""
     large, ampere, blackwell = _kind(device)
     table = _SMALL_BACKWARD
+    heavy = _HEAVY_BACKWARD if large else _HEAVY_AMPERE_BACKWARD
     if _is_exact(inputs):
         table = _EXACT_BACKWARD
     elif _is_heavy(inputs):
-        table = _HEAVY_BACKWARD
+        table = heavy
     elif inputs.sinks is not None or spec.logits_soft_cap is not None:
-        table = _CAPPED_BACKWARD if large and not blackwell else _HEAVY_BACKWARD
+        table = _CAPPED_BACKWARD if large and not blackwell else heavy
     elif large:
         table = _BLACKWELL_BACKWARD if blackwell else _HOPPER_BACKWARD
     elif ampere:

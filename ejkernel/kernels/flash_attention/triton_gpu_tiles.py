@@ -77,25 +77,17 @@ def places(mode: tl.constexpr, t: tl.constexpr):
 
 @kernel
 def walk(line, batch, head, bounds, mode: tl.constexpr):
-    """The blocks of a line: first full one, full ones, first one, end of it, ones partly seen.
+    """Which blocks a line visits: the first, the first full one, the end of those, the end.
 
-    In a list the full ones come first; in a range they stand together, partial ones on both sides.
+    In a range the full ones stand together, partial ones on both sides; a list begins with them.
     """
     lines: tl.constexpr = mode.k_blocks if mode.columns else mode.q_blocks
-    others: tl.constexpr = mode.q_blocks if mode.columns else mode.k_blocks
-    if mode.map_everything:
-        # A block that passes the end needs guards, and so counts as seen in part.
-        ragged: tl.constexpr = mode.ragged_queries if mode.columns else mode.ragged_keys
-        first = 0
-        full_first = 0
-        full_end = others - ragged
-        end = others
-    else:
-        at = bounds + _list_of(line, lines, batch, head, mode) * 4
-        first = tl.load(at)
-        full_first = tl.load(at + 1)
-        full_end = tl.load(at + 2)
-        end = tl.load(at + 3)
+    # Loaded even where they are known: the compiler spills when it knows how long a loop is.
+    at = bounds + _list_of(line, lines, batch, head, mode) * 4
+    first = tl.load(at)
+    full_first = tl.load(at + 1)
+    full_end = tl.load(at + 2)
+    end = tl.load(at + 3)
     return first, full_first, full_end, end
 
 
