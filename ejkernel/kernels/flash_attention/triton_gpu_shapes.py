@@ -200,9 +200,10 @@ def backward_params(pair: Pair) -> BwdParams:
 
 def _fitted(shape: Shape, rows: int, keys: int) -> Shape:
     """No more rows in a block than a short call has, and no more warps than such a block feeds."""
-    block_q = min(shape.block_q, padded(rows))
-    warps = shape.warps if block_q == shape.block_q or block_q > 64 else 4
-    return Shape(block_q, min(shape.block_k, padded(keys)), warps, shape.stages)
+    block_q, block_k = min(shape.block_q, padded(rows)), min(shape.block_k, padded(keys))
+    if block_q == shape.block_q or block_q > 64:
+        return Shape(block_q, block_k, shape.warps, shape.stages)
+    return Shape(block_q, block_k, 4, 2)
 
 
 def _kind(device: Device) -> tuple[bool, bool, bool]:
