@@ -47,9 +47,11 @@ def backward(
     d_key, d_value = triton_gpu_backward.keys_and_values(
         inputs, d_out, terms, columns, *by_keys[2:]
     )
+    terms[0] = triton_bridge.after(terms[0], d_key)
     d_query, taken = triton_gpu_backward.queries(inputs, d_out, terms, rows, *by_queries[2:])
     d_bias = d_sinks = None
     if inputs.bias is not None:
+        terms[0] = triton_bridge.after(terms[0], d_query)
         d_bias = triton_gpu_bias.bias_gradient(inputs, d_out, terms, rows, *by_queries[2:])
     if inputs.sinks is not None:
         d_sinks = _per_sink(-(taken * (1.0 - terms[2])).sum((0, 2)), inputs.sinks)
