@@ -13,6 +13,7 @@ OP = Op(
     sources=[
         Source(Platform.PALLAS, Backend.TPU, "ejkernel.kernels.flash_attention.pallas_tpu"),
         Source(Platform.TRITON, Backend.GPU, "ejkernel.kernels.flash_attention.triton_gpu"),
+        Source(Platform.PALLAS, Backend.GPU, "ejkernel.kernels.flash_attention.pallas_gpu"),
         Source(Platform.XLA, Backend.ANY, "ejkernel.kernels.flash_attention.xla"),
     ],
     operands=("query", "key", "value", "bias", "sinks", "cum_seqlens_q", "cum_seqlens_k"),

@@ -1,0 +1,200 @@
+"""Pallas for NVIDIA GPUs: what differs between its versions, and a stand-in on CPUs.
+
+A kernel's programs are warpgroups of 128 threads. Everything that touches the tensor cores goes
+through an `Engine`: `HARDWARE` issues warpgroup matmuls, `EMULATION` computes the same with `jnp`,
+because Pallas' interpreter knows barriers and asynchronous copies but not every form of a matmul.
+"""
+
+import importlib
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# The multiprocessors of an H100 SXM and of an H200: how many blocks a persistent kernel starts.
+MULTIPROCESSORS = 132
+# Shared memory a block may have, less what the compiler keeps for barriers and reductions.
+SHARED_BYTES = 232448 - 4096
+# Threads of all warpgroups of a block share the register file of a multiprocessor.
+REGISTERS = 65536
+
+try:
+    # JAX 0.10 needs absl-py for it, which it does not install.
+    plgpu: Any = importlib.import_module("jax.experimental.pallas.mosaic_gpu")
+    pl: Any = importlib.import_module("jax.experimental.pallas")
+    _missing = None
+except ImportError as error:  # pragma: no cover
+    plgpu = pl = None
+    _missing = f"needs Pallas for NVIDIA GPUs, which cannot be imported ({error})"
+
+
+def why_missing(interpreted: bool = False) -> str | None:
+    """Why these kernels cannot be built with this JAX, or None."""
+    if _missing is None and interpreted and not hasattr(plgpu, "barrier_arrive_and_wait"):
+        return "is interpreted by JAX 0.12 or newer only"
+    return _missing
+
+
+def registers(consumers: int) -> tuple[int, int] | None:
+    """Registers of a thread that computes and of one that copies, so that all fit.
+
+    A warpgroup that asks for more than the others have given back waits for ever. With one that
+    computes there is nothing to give: a thread starts with as many as it can have.
+
+    >>> registers(1), registers(2), registers(3)
+    (None, (240, 24), (160, 32))
+    """
+    if consumers == 1:
+        return None
+    each = REGISTERS // (128 * (consumers + 1)) // 8 * 8
+    copying = {2: 24, 3: 32}[consumers]
+    return (each * (consumers + 1) - copying) // consumers // 8 * 8, copying
+
+
+def share_registers(consumers: int, copying: bool) -> None:
+    """Give back the registers that copying does not need, or take them."""
+    if shares := registers(consumers):
+        action = "decrease" if copying else "increase"
+        plgpu.set_max_registers(shares[copying], action=action)
+
+
+def swizzle(dim: int) -> int | None:
+    """Bytes in which rows of `dim` 16-bit numbers are interleaved; None if there is no such way."""
+    return next((size for size in (128, 64, 32) if dim * 2 % size == 0), None)
+
+
+def shared_tile(dtype: Any, *shape: int) -> Any:
+    """Shared memory for matrices [..., rows, dim] as the tensor cores read them."""
+    size = swizzle(shape[-1])
+    transforms = (plgpu.TilingTransform((8, (size or 0) // 2)), plgpu.SwizzleTransform(size))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def kernel(body: Callable[..., None], interpreted: bool, **arguments: Any) -> Callable[..., Any]:
+    """`plgpu.kernel` with layouts said by hand, fast `exp2`, and no barriers but our own."""
+    # Only JAX 0.12 tells the interpreter by argument.
+    if interpreted:
+        arguments["interpret"] = plgpu.InterpretGPUParams()
+    return plgpu.kernel(
+        body,
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+        ),
+        **arguments,
+    )
+
+
+def rows_layout() -> Any:
+    """One number for each row of a tile."""
+    return plgpu.Layout.WGMMA.reduce(1)
+
+
+def columns_layout() -> Any:
+    """One number for each column of a tile."""
+    return plgpu.Layout.WGMMA.reduce(0)
+
+
+def load(ref: Any, layout: Any) -> jax.Array:
+    """Numbers from global memory, straight to the registers of a layout."""
+    if "idx" in inspect.signature(plgpu.load).parameters:  # before JAX 0.12
+        return plgpu.load(ref, ..., layout=layout, optimized=False)
+    return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def full(shape: tuple[int, ...], value: float, dtype: Any = jnp.float32) -> jax.Array:
+    """A constant tile [rows, columns], or a constant for each row [rows]."""
+    layout = plgpu.Layout.WGMMA if len(shape) == 2 else rows_layout()
+    return plgpu.layout_cast(jnp.full(shape, value, dtype), layout)
+
+
+def along_rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """A number for each row, repeated in all its columns."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, (0,)), plgpu.Layout.WGMMA)
+
+
+def along_columns(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """A number for each column, repeated in all its rows."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, (1,)), plgpu.Layout.WGMMA)
+
+
+def column_index(shape: tuple[int, ...]) -> jax.Array:
+    """The index of each element's column."""
+    return plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+
+
+def row_index(rows: int) -> jax.Array:
+    """The index of each row, [rows]."""
+    return plgpu.layout_cast(lax.iota(jnp.int32, rows), rows_layout())
+
+
+def reduce_rows(x: jax.Array, combine: Callable, reduce: Callable) -> jax.Array:
+    """Each row's sum or maximum: halves first, so that no long chain of steps builds up."""
+    width = x.shape[1]
+    while width % 16 == 0:
+        width //= 2
+        x = combine(x[:, :width], x[:, width:])
+    return reduce(x, axis=1)
+
+
+class Hardware:
+    """Matmuls on the tensor cores: asynchronous, in order."""
+
+    def run(self, body: Callable, accumulators: Sequence[Any], values: Sequence[Any] = ()) -> tuple:
+        """What `body(accumulator_refs, value_refs)` leaves behind, all its matmuls done."""
+        start = tuple(plgpu.ACC.init(x) for x in accumulators)
+        return pl.run_state(lambda refs: body(*refs))((start, tuple(values)))
+
+    def matmul(self, accumulator: Any, left: Any, right: Any) -> None:
+        """Begin `accumulator += left @ right`; `left` may be in registers."""
+        plgpu.wgmma(accumulator, left, right)
+
+    def read(self, accumulator: Any, unfinished: int) -> jax.Array:
+        """The accumulator, once no more than `unfinished` matmuls are under way."""
+        # The compiler knows of no connection between waiting and the registers it waits for.
+        return lax.optimization_barrier(
+            plgpu.wgmma_accumulator_load(accumulator, wait_n=unfinished)
+        )
+
+    def wait(self) -> None:
+        """Until every matmul is done."""
+        plgpu.wgmma_wait(0)
+
+
+class _Held:
+    """A value that stands where a kernel has a reference to registers."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.value
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.value = value
+
+
+class Emulation(Hardware):
+    """The same computation in the interpreter, each matmul done at once."""
+
+    def run(self, body: Callable, accumulators: Sequence[Any], values: Sequence[Any] = ()) -> tuple:
+        held = tuple(map(_Held, accumulators)), tuple(map(_Held, values))
+        body(*held)
+        return tuple(tuple(x.value for x in part) for part in held)
+
+    def matmul(self, accumulator: Any, left: Any, right: Any) -> None:
+        left, right = (x[...].astype(jnp.float32) for x in (left, right))
+        accumulator.value += jnp.dot(left, right, precision=lax.Precision.HIGHEST)
+
+    def read(self, accumulator: Any, unfinished: int) -> jax.Array:
+        return accumulator.value
+
+    def wait(self) -> None:
+        pass
+
+
+HARDWARE, EMULATION = Hardware(), Emulation()

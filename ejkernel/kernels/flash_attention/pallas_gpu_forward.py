@@ -1,0 +1,332 @@
+"""Forward on Hopper: asynchronous copies, warpgroup matmuls, a softmax hidden behind them.
+
+The shape of the pipeline is that of FlashAttention-3 (https://arxiv.org/abs/2407.08608). One
+warpgroup copies, two or three compute, 64 queries each. A computing warpgroup starts the logits of
+tile j and the product of tile j - 1's weights with its values, and takes the softmax of tile j
+while the latter runs; the warpgroups take turns, so that one computes its softmax while another
+feeds the tensor cores. Blocks of threads stay and draw units of work from a list, the longest
+first.
+"""
+
+import dataclasses
+import functools
+import math
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.scipy.special import logsumexp
+
+from ejkernel.kernels.common import mosaic_gpu as gpu
+from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
+from ejkernel.kernels.flash_attention.pallas_gpu_tile import Operands, Tile
+from ejkernel.kernels.flash_attention.pallas_gpu_walk import visibility, walk
+from ejkernel.types.rules import Everything
+
+ROWS = 64  # queries of a computing warpgroup
+LOG2_E = math.log2(math.e)
+# The peak of a row that has seen nothing: finite, so that -inf less than it is -inf and not NaN.
+LEAST = -1e30
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """How the work is cut: computing warpgroups, keys of a tile, tiles that are kept in flight."""
+
+    consumers: int
+    block_k: int
+    stages: int
+    turns: bool = True  # whether the warpgroups take turns
+
+    @property
+    def block_q(self) -> int:
+        return ROWS * self.consumers
+
+    def shared_bytes(self, head_dim: int, value_dim: int) -> int:
+        """Shared memory for queries, keys, values, and results where they lie apart."""
+        query, result = self.block_q * head_dim, self.block_q * value_dim
+        if self.results_apart(head_dim, value_dim):
+            query += result
+        return 2 * (max(query, result) + self.stages * self.block_k * (head_dim + value_dim))
+
+    def results_apart(self, head_dim: int, value_dim: int) -> bool:
+        """Whether results have memory of their own, so that the next queries may come early."""
+        rows = self.block_q + self.stages * self.block_k
+        return 2 * rows * (head_dim + value_dim) <= gpu.SHARED_BYTES
+
+
+def forward(inputs: Inputs, spec: Spec, tiles: Tiles, interpreted: bool = False) -> Outputs:
+    """Output and log-sum-exp."""
+    b, t, n, h = inputs.query.shape
+    s, v = inputs.value.shape[1], inputs.value.shape[3]
+    rule = inputs.mask or Everything()
+    lines, blocks = -(-t // tiles.block_q), -(-s // tiles.block_k)
+    q_size, kv_size = lines * tiles.block_q, blocks * tiles.block_k
+    plan = walk(rule, b, n, t, s, tiles.block_q, tiles.block_k)
+    operands = Operands.of(inputs, visibility(rule, t, s, q_size, kv_size), q_size, kv_size)
+    sinks = None
+    if inputs.sinks is not None:
+        sinks = logsumexp(inputs.sinks.astype(jnp.float32), axis=-1) * LOG2_E
+        sinks = jnp.broadcast_to(sinks, (n,))
+    arrays = {
+        "query": inputs.query,
+        "key": inputs.key,
+        "value": inputs.value,
+        "order": plan.order,
+        "count": plan.count.reshape(-1),
+        "partial": plan.partial.reshape(-1),
+        "index": plan.index.reshape(-1),
+        **operands.arrays,
+        **({} if sinks is None else {"sinks": sinks}),
+    }
+    work = _Forward(spec, tiles, operands, inputs, plan.index.shape, interpreted)
+    apart = tiles.results_apart(h, v)
+    query = gpu.shared_tile(inputs.query.dtype, tiles.consumers, ROWS, h)
+    result = gpu.shared_tile(inputs.query.dtype, tiles.consumers, ROWS, v)
+    barriers = lambda count, arrivals=1: gpu.plgpu.Barrier(
+        num_arrivals=arrivals, num_barriers=count
+    )
+    stages, consumers = tiles.stages, tiles.consumers
+
+    def body(*refs: Any, **shared: Any) -> None:
+        work.body(dict(zip(arrays, refs, strict=False)), *refs[len(arrays) :], **shared)
+
+    run = gpu.kernel(
+        body,
+        interpreted,
+        out_type=(
+            jax.ShapeDtypeStruct((b, t, n, v), inputs.query.dtype),
+            jax.ShapeDtypeStruct((b, n, q_size), jnp.float32),
+        ),
+        scratch_types={
+            "queries": (query, result) if apart else gpu.plgpu.RefUnion(query, result),
+            "keys": gpu.shared_tile(inputs.key.dtype, stages, tiles.block_k, h),
+            "values": gpu.shared_tile(inputs.value.dtype, stages, tiles.block_k, v),
+            "query_here": barriers(consumers),
+            "query_free": barriers(consumers),
+            "key_here": barriers(stages),
+            "key_free": barriers(stages, consumers),
+            "value_here": barriers(stages),
+            "value_free": barriers(stages, consumers),
+            "turn": barriers(consumers),
+        },
+        grid=(work.grid,),
+        grid_names=("block",),
+        num_threads=consumers + 1,
+        thread_name="warpgroup",
+    )
+    out, lse = run(*arrays.values())
+    return Outputs(out, lse[..., :t])
+
+
+class _Forward:
+    """The kernel: its static numbers, and the programs of its warpgroups."""
+
+    # Global memory by name, and shared memory with its barriers: known inside the kernel.
+    refs: dict[str, Any]
+    out: Any
+    lse: Any
+    shared: Any
+
+    def __init__(self, spec, tiles, operands, inputs, lists, interpreted):
+        self.spec, self.tiles, self.operands = spec, tiles, operands
+        self.batch, _, self.heads, self.head_dim = inputs.query.shape
+        self.group = self.heads // inputs.key.shape[2]
+        self.value_dim, self.dtype = inputs.value.shape[3], inputs.query.dtype
+        self.list_rows, self.list_heads, self.lines, self.blocks = lists
+        self.units = self.batch * self.heads * self.lines
+        self.grid = min(gpu.MULTIPROCESSORS, self.units)
+        self.engine = gpu.EMULATION if interpreted else gpu.HARDWARE
+        self.apart = tiles.results_apart(self.head_dim, self.value_dim)
+
+    def body(self, refs: dict[str, Any], out, lse, **shared: Any) -> None:
+        """What every warpgroup does."""
+        warpgroup = lax.axis_index("warpgroup")
+        self.refs, self.out, self.lse = refs, out, lse
+        self.shared = types.SimpleNamespace(**shared)
+
+        @gpu.pl.when(warpgroup == self.tiles.consumers)
+        def copy():
+            gpu.share_registers(self.tiles.consumers, copying=True)
+            self.each_unit(self.copy_unit)
+
+        @gpu.pl.when(warpgroup < self.tiles.consumers)
+        def compute():
+            gpu.share_registers(self.tiles.consumers, copying=False)
+            if self.tiles.turns:
+                gpu.pl.when(warpgroup == self.tiles.consumers - 1)(
+                    lambda: gpu.plgpu.barrier_arrive(self.shared.turn.at[0])
+                )
+            self.each_unit(functools.partial(self.compute_unit, warpgroup))
+            gpu.plgpu.wait_smem_to_gmem(0)
+
+    def each_unit(self, program) -> None:
+        """`step = program(lap, step, *unit)` for every unit of this block of threads.
+
+        Every other lap goes backwards through the blocks of threads: whoever got the longest
+        unit of one lap gets the shortest of the next.
+        """
+        block = lax.axis_index("block")
+
+        def one(lap, step):
+            place = jnp.where(lax.rem(lap, 2) == 0, block, self.grid - 1 - block)
+            at = lap * self.grid + place
+
+            def run(step):
+                unit = self.refs["order"][at]
+                line, where = lax.rem(unit, self.lines), lax.div(unit, self.lines)
+                row, head = lax.div(where, self.heads), lax.rem(where, self.heads)
+                list_row = row if self.list_rows > 1 else 0
+                list_head = head if self.list_heads > 1 else 0
+                lists = (list_row * self.list_heads + list_head) * self.lines + line
+                return program(lap, step, row, head, line, lists)
+
+            return lax.cond(at < self.units, run, lambda step: step, step)
+
+        lax.fori_loop(0, -(-self.units // self.grid), one, jnp.int32(0))
+
+    def copy_unit(self, lap, step, row, head, line, lists):
+        """Bring the queries of a unit, then its keys and values as room becomes free."""
+        plgpu, tiles = gpu.plgpu, self.tiles
+        for w in range(tiles.consumers):
+            gpu.pl.when(lap > 0)(lambda w=w: plgpu.barrier_wait(self.shared.query_free.at[w]))
+            rows = gpu.pl.ds(line * tiles.block_q + w * ROWS, ROWS)
+            plgpu.copy_gmem_to_smem(
+                self.refs["query"].at[row, rows, head, :],
+                self.shared.queries[0].at[w],
+                self.shared.query_here.at[w],
+            )
+        key_head = lax.div(head, self.group)
+
+        def tile(j, step):
+            slot = lax.rem(step, tiles.stages)
+            block = self.refs["index"][lists * self.blocks + j]
+            rows = gpu.pl.ds(block * tiles.block_k, tiles.block_k)
+            for name, room in (("key", self.shared.keys), ("value", self.shared.values)):
+                free, here = (
+                    getattr(self.shared, f"{name}_free"),
+                    getattr(self.shared, f"{name}_here"),
+                )
+                gpu.pl.when(step >= tiles.stages)(
+                    lambda free=free: plgpu.barrier_wait(free.at[slot])
+                )
+                plgpu.copy_gmem_to_smem(
+                    self.refs[name].at[row, rows, key_head, :], room.at[slot], here.at[slot]
+                )
+            return step + 1
+
+        return lax.fori_loop(0, self.refs["count"][lists], tile, step)
+
+    def compute_unit(self, warpgroup, lap, step, row, head, line, lists):
+        """Attention of 64 queries over the tiles of their line."""
+        plgpu, tiles, engine = gpu.plgpu, self.tiles, self.engine
+        count, partial = self.refs["count"][lists], self.refs["partial"][lists]
+        first_row = line * tiles.block_q + warpgroup * ROWS
+        tile = Tile(self.spec, self.operands, self.refs, row, head, first_row, tiles.block_k)
+        queries = self.shared.queries[0].at[warpgroup]
+        masked = self.operands.masked
+
+        def softmax(logits, j, with_mask, peak, mass):
+            block = self.refs["index"][lists * self.blocks + j] if tile.needs_place else 0
+            logits, factor = tile.logits(logits, block, with_mask)
+            top = gpu.reduce_rows(logits, jnp.maximum, jnp.max) * factor
+            new_peak = jnp.maximum(peak, top)
+            shrink = jnp.exp2(peak - new_peak)
+            weights = jnp.exp2(logits * factor - gpu.along_rows(new_peak, logits.shape))
+            mass = mass * shrink + gpu.reduce_rows(weights, jnp.add, jnp.sum)
+            return tile.dropped(weights, block), new_peak, mass, shrink
+
+        # The first tile has nothing to overlap with.
+        slot = lax.rem(step, tiles.stages)
+        plgpu.barrier_wait(self.shared.query_here.at[warpgroup])
+        plgpu.barrier_wait(self.shared.key_here.at[slot])
+
+        def first(accumulators, values):
+            keys = self.shared.keys.at[slot].transpose((1, 0))
+            engine.matmul(accumulators[0], queries, keys)
+
+        nothing = gpu.full((ROWS, tiles.block_k), 0.0)
+        ((logits,), _) = engine.run(first, (nothing,))
+        plgpu.barrier_arrive(self.shared.key_free.at[slot])
+        weights, peak, mass, _ = softmax(
+            logits, 0, masked, gpu.full((ROWS,), LEAST), gpu.full((ROWS,), 0.0)
+        )
+        weights = weights.astype(self.dtype)
+        plgpu.barrier_wait(self.shared.value_here.at[slot])
+
+        def next_tile(with_mask, j, carry):
+            step, total, *state = carry
+            slot, before = lax.rem(step, tiles.stages), lax.rem(step - 1, tiles.stages)
+            plgpu.barrier_wait(self.shared.key_here.at[slot])
+            if tiles.turns:
+                plgpu.barrier_wait(self.shared.turn.at[warpgroup])
+
+            def both(accumulators, values):
+                total, logits = accumulators
+                peak, mass, weights, shrink = values
+                engine.matmul(logits, queries, self.shared.keys.at[slot].transpose((1, 0)))
+                engine.matmul(total, weights[...], self.shared.values.at[before])
+                if tiles.turns:
+                    following = lax.rem(warpgroup + 1, tiles.consumers)
+                    plgpu.barrier_arrive(self.shared.turn.at[following])
+                new_logits = engine.read(logits, unfinished=1)
+                plgpu.barrier_arrive(self.shared.key_free.at[slot])
+                found = softmax(new_logits, j, with_mask, peak[...], mass[...])
+                # Everything up to here happens before the wait below, hidden behind the product.
+                # What holds the assembler to that is the branch in waiting for the values, which
+                # the next product needs. Weights are narrowed after it: the product under way
+                # reads the registers of the old ones.
+                found = lax.optimization_barrier(found)
+                plgpu.barrier_wait(self.shared.value_here.at[slot])
+                engine.wait()
+                new_weights, peak[...], mass[...], shrink[...] = found
+                weights[...] = new_weights.astype(self.dtype)
+
+            nothing = gpu.full((ROWS, tiles.block_k), 0.0)
+            (total, _), state = engine.run(both, (total, nothing), (*state, state[1]))
+            plgpu.barrier_arrive(self.shared.value_free.at[before])
+            *state, shrink = state
+            return step + 1, total * gpu.along_rows(shrink, total.shape), *state
+
+        carry = (step + 1, gpu.full((ROWS, self.value_dim), 0.0), peak, mass, weights)
+        start = 1
+        if masked:
+            carry = lax.fori_loop(1, partial, functools.partial(next_tile, True), carry)
+            start = jnp.maximum(partial, 1)
+        carry = lax.fori_loop(start, count, functools.partial(next_tile, False), carry)
+        step, total, peak, mass, weights = carry
+        if self.apart:
+            plgpu.barrier_arrive(self.shared.query_free.at[warpgroup])
+        slot = lax.rem(step - 1, tiles.stages)
+
+        def last(accumulators, values):
+            engine.matmul(accumulators[0], weights, self.shared.values.at[slot])
+
+        ((total,), _) = engine.run(last, (total,))
+        plgpu.barrier_arrive(self.shared.value_free.at[slot])
+        self.write(warpgroup, row, head, first_row, total, peak, mass)
+        return step
+
+    def write(self, warpgroup, row, head, first_row, total, peak, mass) -> None:
+        """The output and the log-sum-exp of 64 queries."""
+        plgpu = gpu.plgpu
+        seen = mass > 0.0
+        whole = mass
+        if "sinks" in self.refs:
+            whole = mass + jnp.exp2(self.refs["sinks"][head] - peak)
+        share = jnp.where(seen, 1.0 / (whole * (1.0 - self.spec.dropout_prob)), 0.0)
+        lse = jnp.where(seen, peak / LOG2_E + jnp.log(mass), -jnp.inf)
+        total = (total * gpu.along_rows(share, total.shape)).astype(self.dtype)
+        rows = gpu.pl.ds(first_row, ROWS)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the memory may hold the last result
+        self.shared.queries[1].at[warpgroup][...] = total
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(
+            self.shared.queries[1].at[warpgroup], self.out.at[row, rows, head, :]
+        )
+        self.lse[row, head, rows] = lse
+        if not self.apart:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(self.shared.query_free.at[warpgroup])

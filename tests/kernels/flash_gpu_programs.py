@@ -1,0 +1,119 @@
+"""Calls of flash attention to compile for an H200, by name."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.kernels.flash_attention import pallas_gpu
+from ejkernel.kernels.flash_attention.inputs import Dropout, Inputs, Spec
+from ejkernel.kernels.flash_attention.pallas_gpu_forward import forward
+from ejkernel.ops.platform import Device
+from ejkernel.types.rules import Band, Chunks, Dense, Everything, KeyLength, Segments
+
+H200 = Device("gpu", "NVIDIA H200", (9, 0), "NVIDIA H200|absent")
+
+
+def _shape(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def call(
+    head_dim=128,
+    value_dim=None,
+    batch=2,
+    queries=4096,
+    keys=None,
+    heads=8,
+    kv_heads=2,
+    dtype=jnp.bfloat16,
+    mask=None,
+    bias=None,
+    sinks=False,
+    dropout=False,
+    soft_cap=None,
+):
+    """Inputs, as shapes, and the spec of a call."""
+    keys = keys or queries
+    inputs = Inputs(
+        query=_shape(batch, queries, heads, head_dim, dtype=dtype),
+        key=_shape(batch, keys, kv_heads, head_dim, dtype=dtype),
+        value=_shape(batch, keys, kv_heads, value_dim or head_dim, dtype=dtype),
+        bias=None if bias is None else _shape(*bias, dtype=dtype),
+        sinks=_shape(heads, 2, dtype=jnp.float32) if sinks else None,
+        mask=mask or Everything(),
+        dropout=None,
+    )
+    if dropout:
+        numbers = functools.partial(_shape, dtype=jnp.int32)
+        inputs = inputs._replace(dropout=Dropout(numbers(), numbers(batch), numbers(heads)))
+    spec = Spec(
+        softmax_scale=head_dim**-0.5,
+        logits_soft_cap=soft_cap,
+        dropout_prob=0.1 if dropout else 0.0,
+    )
+    return inputs, spec
+
+
+CAUSAL = Band(None, 0)
+
+
+def _documents(rows=2, length=4096, count=7):
+    """Ids of documents of random lengths."""
+    ids = np.sort(np.random.default_rng(0).integers(0, count, (rows, length)), axis=-1)
+    return jnp.asarray(ids, jnp.int32)
+
+
+def _packed():
+    ids = _documents()
+    return Segments(ids, ids) & CAUSAL
+
+
+def _random_mask():
+    return Dense(jnp.asarray(np.random.default_rng(0).random((1, 1, 4096, 4096)) < 0.5))
+
+
+# Functions, because some masks are large.
+FEATURES = {
+    "full": dict,
+    "causal": lambda: {"mask": CAUSAL},
+    "window": lambda: {"mask": Band(-1023, 0)},
+    "packed": lambda: {"mask": _packed()},
+    "chunks": lambda: {"mask": Chunks(512)},
+    "lengths": lambda: {"mask": KeyLength(jnp.array([3000, 100])) & CAUSAL},
+    "dense": lambda: {"mask": _random_mask()},
+    "bias": lambda: {"bias": (1, 8, 4096, 4096), "mask": CAUSAL},
+    "soft_cap": lambda: {"soft_cap": 50.0, "mask": CAUSAL},
+    "sinks": lambda: {"sinks": True, "mask": Band(-127, 0)},
+    "dropout": lambda: {"dropout": True, "mask": CAUSAL},
+    "float16": lambda: {"dtype": jnp.float16, "mask": CAUSAL},
+}
+
+
+def forward_program(tiles, feature, **dims):
+    """The forward pass and what it takes, for `gpu_compile`."""
+    inputs, spec = call(**dims, **FEATURES[feature]())
+    return lambda inputs: forward(inputs, spec, tiles), inputs
+
+
+DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+
+
+def _programs():
+    for head_dim, value_dim in DIMS:
+        dims = {"head_dim": head_dim, "value_dim": value_dim}
+        for name in FEATURES:
+            # All features where most models are; elsewhere those that differ most.
+            if head_dim != 128 and name not in ("causal", "packed", "dropout"):
+                continue
+            inputs, spec = call(dropout=name == "dropout", **dims)
+            for params in pallas_gpu.IMPLEMENTATION.forward.choices(inputs, spec, H200):
+                tiles = pallas_gpu.chosen_tiles(inputs, params)
+                sizes = f"{tiles.block_q}x{tiles.block_k}x{tiles.stages}"
+                run = functools.partial(forward_program, tiles, name, **dims)
+                yield f"forward-{name}-{head_dim}-{value_dim}-{sizes}", run
+
+
+PROGRAMS = dict(_programs())
+QUICK = ["forward-causal-128-128-128x128x2", "forward-packed-128-128-128x128x2"]

@@ -1,0 +1,298 @@
+"""Flash attention in Pallas on Hopper: its lists of work, its refusals, its assembly, its results.
+
+Without a GPU the lists are walked in NumPy, the kernels are assembled for an H200 (where the CUDA
+plugin is installed) and interpreted (JAX 0.12 or newer). With one, results are compared with the
+definition, twice, because an error that moves is a race.
+"""
+
+import dataclasses
+
+import gpu_compile
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernels import flash_gpu_programs as programs
+from kernels.flash_gpu_programs import H200
+
+from ejkernel import settings
+from ejkernel.kernels.common import mosaic_gpu
+from ejkernel.kernels.flash_attention import pallas_gpu, pallas_gpu_walk, reference
+from ejkernel.kernels.flash_attention.inputs import Dropout, Inputs, Spec
+from ejkernel.types.rules import (
+    And,
+    Band,
+    Chunks,
+    Dense,
+    Everything,
+    KeyLength,
+    Or,
+    QueryLength,
+    Segments,
+    TokenTypes,
+)
+
+
+def _ids(*lengths):
+    """Ids of segments of these lengths; a negative length is padding."""
+    parts = [np.full(abs(x), i if x > 0 else -1) for i, x in enumerate(lengths)]
+    return jnp.asarray(np.concatenate(parts)[None], jnp.int32)
+
+
+def _random_mask(*shape):
+    return jnp.asarray(np.random.default_rng(0).random(shape) < 0.4)
+
+
+PACKED = Segments(_ids(70, 45, 100, -25), _ids(70, 45, 100, -25))
+RULES = {
+    "everything": Everything(),
+    "causal": Band(None, 0),
+    "causal_later": Band(None, 37),
+    "causal_earlier": Band(None, -50),
+    "window": Band(-40, 3),
+    "rows_apart": Band(None, jnp.array([5, -60])),
+    "packed": PACKED & Band(None, 0),
+    "positions": Band(-30, 0, jnp.arange(240, dtype=jnp.int32)[None] // 2 * 2),
+    "chunks": Chunks(48, 7, 3),
+    "lengths": KeyLength(jnp.array([100, 0])) & QueryLength(130),
+    "types": TokenTypes(_ids(50, 90, 100), _ids(110, 30, 100), "none"),
+    "keys": Dense(_random_mask(2, 1, 1, 240)),
+    "dense": And((Dense(_random_mask(1, 2, 240, 240)), Band(None, 0))),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks"), [*((name, (128, 64)) for name in RULES), ("packed", (64, 128))]
+)
+def test_the_lists_show_exactly_the_mask(name, blocks):
+    """What a kernel visits and what it evaluates there is the mask, each pair once."""
+    rule, (block_q, block_k) = RULES[name], blocks
+    batch, heads, length = 2, 2, 240
+    q_size, kv_size = (-(-length // block) * block for block in blocks)
+    walk = pallas_gpu_walk.walk(rule, batch, heads, length, length, block_q, block_k)
+    seen = pallas_gpu_walk.visibility(rule, length, length, q_size, kv_size)
+    order, count, partial, index = map(np.asarray, walk)
+    lines = q_size // block_q
+    assert sorted(order) == list(range(batch * heads * lines))
+    shown = np.zeros((batch, heads, q_size, kv_size), int)
+    lengths = []
+    for unit in order:
+        row, head, line = np.unravel_index(unit, (batch, heads, lines))
+        at = (row % count.shape[0], head % count.shape[1], line)
+        lengths.append(count[at])
+        for step, block in enumerate(index[at][: count[at]]):
+            q = np.arange(line * block_q, (line + 1) * block_q)
+            k = np.arange(block * block_k, (block + 1) * block_k)
+            tile = np.ones((block_q, block_k), int)
+            if step < partial[at] and seen is not None:
+                tile = _evaluate(seen, row, head, q, k).astype(int)
+            shown[row, head, q[0] : q[-1] + 1, k[0] : k[-1] + 1] += tile
+    assert lengths == sorted(lengths, reverse=True)
+    expected = np.broadcast_to(rule.dense(length, length), (batch, heads, length, length))
+    np.testing.assert_array_equal(shown[:, :, :length, :length], expected.astype(int))
+    assert not shown[:, :, :length, length:].any()
+
+
+def _evaluate(seen, row, head, q, k):
+    """A tile of the mask, from the arrays that the kernel reads."""
+    pick = lambda x: np.asarray(x)[row % x.shape[0]]
+    tile = np.ones((len(q), len(k)), bool)
+    if seen.lower is not None:
+        tile &= k >= pick(seen.lower)[q][:, None]
+    if seen.upper is not None:
+        tile &= k <= pick(seen.upper)[q][:, None]
+    for queries, keys in seen.pairs:
+        tile &= pick(queries)[q][:, None] == pick(keys)[k]
+    if seen.dense is not None:
+        mask = pick(seen.dense)
+        tile &= mask[head % mask.shape[0]][np.ix_(q, k)] != 0
+    return tile
+
+
+def test_blocks_that_see_nothing_are_not_visited():
+    """Eight documents: a query block visits only its own."""
+    ids = _ids(*[128] * 8)
+    walk = pallas_gpu_walk.walk(Segments(ids, ids), 1, 1, 1024, 1024, 128, 128)
+    assert walk.count.tolist() == [[[1] * 8]]
+    assert walk.partial.tolist() == [[[0] * 8]]
+    assert walk.index[0, 0, :, 0].tolist() == list(range(8))
+
+
+def test_registers_of_all_warpgroups_fit():
+    """More than there are, and a block of threads waits for ever."""
+    for consumers in (2, 3):
+        computing, copying = mosaic_gpu.registers(consumers)
+        at_start = mosaic_gpu.REGISTERS // (128 * (consumers + 1)) // 8 * 8
+        assert 128 * (consumers * computing + copying) <= mosaic_gpu.REGISTERS
+        assert consumers * computing + copying <= at_start * (consumers + 1)
+        assert copying <= at_start <= computing
+        assert computing % 8 == copying % 8 == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "device", "reason"),
+    [
+        ({}, H200._replace(compute_capability=(8, 0)), "compute capability 9.0"),
+        ({"dtype": jnp.float32}, H200, "bfloat16 or float16"),
+        ({"head_dim": 40}, H200, "head dim that is a multiple of 16"),
+        ({"queries": 4090}, H200, "query length that is a multiple of 8"),
+        ({"mask": Or((Band(None, 0), Chunks(64)))}, H200, "masks made of Or"),
+        ({}, H200, None),
+        ({"head_dim": 192, "value_dim": 128, "mask": RULES["causal"]}, H200, None),
+    ],
+)
+def test_a_call_is_refused_with_its_reason(change, device, reason):
+    if mosaic_gpu.why_missing():
+        pytest.skip(str(mosaic_gpu.why_missing()))
+    said = pallas_gpu.why_not(*programs.call(**change), device)
+    assert said is None if reason is None else reason in str(said)
+
+
+@pytest.mark.parametrize(
+    "dims", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256,) * 2]
+)
+def test_every_candidate_fits_shared_memory(dims):
+    inputs, spec = programs.call(head_dim=dims[0], value_dim=dims[1])
+    choices = pallas_gpu.IMPLEMENTATION.forward.choices(inputs, spec, H200)
+    assert choices
+    for params in choices:
+        tiles = pallas_gpu.chosen_tiles(inputs, params)
+        assert (tiles.block_q, tiles.block_k) == (params.q_blocksize, params.kv_blocksize)
+        assert tiles.shared_bytes(*dims) <= mosaic_gpu.SHARED_BYTES
+
+
+needs_assembler = pytest.mark.skipif(
+    gpu_compile.why_not() is not None, reason=str(gpu_compile.why_not())
+)
+
+
+def _check_assembly(names):
+    reports = gpu_compile.compile_all("kernels.flash_gpu_programs", names)
+    # Of two programs with the same kernel, only the first has it assembled.
+    assert reports[names[0]].kernels == 1
+    for name, report in reports.items():
+        assert (name, report.spilled, report.complaints) == (name, 0, [])
+
+
+@needs_assembler
+def test_the_plain_kernels_assemble_without_spills():
+    _check_assembly(programs.QUICK)
+
+
+@needs_assembler
+@pytest.mark.slow
+def test_every_kernel_assembles_without_spills():
+    _check_assembly([name for name in programs.PROGRAMS if name not in programs.QUICK])
+
+
+def _draw(inputs: Inputs, seed: int = 0) -> Inputs:
+    """Random numbers for the shapes of a call; arrays stay as they are."""
+    generator = np.random.default_rng(seed)
+
+    def draw(x):
+        if not isinstance(x, jax.ShapeDtypeStruct):
+            return x
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            return jnp.asarray(generator.standard_normal(x.shape), x.dtype)
+        return jnp.zeros(x.shape, x.dtype)
+
+    inputs = jax.tree.map(draw, inputs)
+    if inputs.dropout is not None:
+        indices = (jnp.arange(x.shape[0], dtype=jnp.int32) for x in inputs.dropout[1:])
+        inputs = inputs._replace(dropout=Dropout(jnp.int32(7), *indices))
+    return inputs
+
+
+def _check(inputs: Inputs, spec: Spec, params=None, runs: int = 1) -> None:
+    """Near the definition in float32: within twice what rounding to the dtype costs it."""
+    wide = inputs._replace(
+        **{name: getattr(inputs, name).astype(jnp.float32) for name in ("query", "key", "value")}
+    )
+    exact = reference.forward(wide, spec)
+    rounded = reference.forward(wide, spec, lambda x: x.astype(inputs.query.dtype).astype(x.dtype))
+    results = [
+        jax.jit(lambda x: pallas_gpu.forward(x, spec, params)[0])(inputs) for _ in range(runs)
+    ]
+    for got, truth, coarse in zip(results[0], exact, rounded, strict=True):
+        got, truth, coarse = (np.asarray(x, np.float64) for x in (got, truth, coarse))
+        finite = np.isfinite(truth)
+        np.testing.assert_array_equal(np.isfinite(got), finite)
+        error, allowed = (np.abs(x[finite] - truth[finite]).max() for x in (got, coarse))
+        assert error <= 2 * allowed + 32 * np.finfo(np.float32).eps
+    for other in results[1:]:
+        jax.tree.map(np.testing.assert_array_equal, other, results[0])
+
+
+SMALL = {"batch": 2, "queries": 256, "heads": 2, "kv_heads": 1, "head_dim": 64}
+INTERPRETED = {
+    "plain": {},
+    "causal": {"mask": Band(None, 0)},
+    "window": {"mask": Band(-40, 0)},
+    "blind": {"mask": Band(None, -70)},
+    "packed": {"batch": 1, "mask": Segments(_ids(100, 60, 80, -16), _ids(100, 60, 80, -16))},
+    "lengths": {"mask": KeyLength(jnp.array([50, 0]))},
+    "dense": {"queries": 128, "mask": Dense(_random_mask(1, 2, 128, 128))},
+    "bias": {"queries": 128, "bias": (1, 2, 128, 128)},
+    "bias_of_keys": {"queries": 128, "bias": (1, 1, 1, 128)},
+    "bias_of_queries": {"queries": 128, "bias": (2, 2, 128, 1)},
+    "soft_cap": {"queries": 128, "soft_cap": 2.0},
+    "sinks": {"queries": 128, "sinks": True, "mask": Band(None, -5)},
+    "dropout": {"queries": 128, "dropout": True},
+    "lengths_apart": {"queries": 200, "keys": 328, "mask": Band(None, 128)},
+    "dims_apart": {"queries": 128, "head_dim": 96, "value_dim": 64},
+    "results_among_queries": {"queries": 128, "head_dim": 256},
+    "few_queries": {"queries": 8, "keys": 200, "mask": Band(None, 192)},
+    "float16": {"queries": 128, "dtype": jnp.float16},
+}
+
+
+def _interpreted_call(name):
+    inputs, spec = programs.call(**(SMALL | INTERPRETED[name]))
+    return _draw(inputs), spec
+
+
+@pytest.mark.skipif(
+    mosaic_gpu.why_missing(interpreted=True) is not None,
+    reason=str(mosaic_gpu.why_missing(interpreted=True)),
+)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name == "causal" else [pytest.mark.slow])
+        for name in INTERPRETED
+    ],
+)
+def test_interpreted_it_computes_attention(name):
+    """Barriers, copies, slots and masks as on the card; matmuls done at once."""
+    with settings.override(interpret=True):
+        _check(*_interpreted_call(name))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_small_calls_on_the_card(name):
+    _check(*_interpreted_call(name), runs=3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "dims", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256,) * 2]
+)
+@pytest.mark.parametrize("name", programs.FEATURES)
+def test_every_feature_in_every_candidate_on_the_card(name, dims):
+    """Long enough for several units a block of threads and all slots to be used again."""
+    feature = programs.FEATURES[name]()
+    inputs, spec = programs.call(head_dim=dims[0], value_dim=dims[1], **feature)
+    inputs = _draw(inputs)
+    for params in pallas_gpu.IMPLEMENTATION.forward.choices(inputs, spec, H200):
+        _check(inputs, spec, params, runs=2)
+
+
+def test_parameters_become_tiles_that_exist():
+    """Blocks smaller than a warpgroup's, or larger than memory, take the nearest that there is."""
+    inputs, _ = programs.call()
+    ask = lambda **sizes: pallas_gpu.chosen_tiles(inputs, pallas_gpu.FwdParams(**sizes))
+    assert (ask(q_blocksize=16, kv_blocksize=8).block_q, ask(kv_blocksize=8).block_k) == (64, 64)
+    assert ask(q_blocksize=512, kv_blocksize=512).block_q == 192
+    assert ask(kv_blocksize=128, num_stages=9).stages == 2
+    assert dataclasses.is_dataclass(ask())
