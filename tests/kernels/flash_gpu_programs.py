@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels.flash_attention import pallas_gpu
-from ejkernel.kernels.flash_attention.inputs import Dropout, Inputs, Spec
+from ejkernel.kernels.flash_attention.inputs import Dropout, Inputs, Outputs, Spec
 from ejkernel.kernels.flash_attention.pallas_gpu_forward import forward
 from ejkernel.ops.platform import Device
 from ejkernel.types.rules import Band, Chunks, Dense, Everything, KeyLength, Segments
@@ -97,23 +97,43 @@ def forward_program(tiles, feature, **dims):
     return lambda inputs: forward(inputs, spec, tiles), inputs
 
 
+def backward_program(params, feature, **dims):
+    """The backward pass and what it takes."""
+    inputs, spec = call(**dims, **FEATURES[feature]())
+    batch, queries, heads, _ = inputs.query.shape
+    out = _shape(batch, queries, heads, inputs.value.shape[3], dtype=inputs.query.dtype)
+    outputs = Outputs(out, _shape(batch, heads, queries, dtype=jnp.float32))
+
+    def run(inputs, residuals, d_outputs):
+        return pallas_gpu.backward(inputs, residuals, d_outputs, spec, params)
+
+    return run, inputs, outputs, outputs
+
+
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+# Everywhere; the other features only where most models are, with head dim 128.
+DIFFERENT = ("causal", "packed", "soft_cap", "dropout")
 
 
 def _programs():
+    implementation = pallas_gpu.IMPLEMENTATION
     for head_dim, value_dim in DIMS:
         dims = {"head_dim": head_dim, "value_dim": value_dim}
-        for name in FEATURES:
-            # All features where most models are; elsewhere those that differ most.
-            if head_dim != 128 and name not in ("causal", "packed", "dropout"):
-                continue
-            inputs, spec = call(dropout=name == "dropout", **dims)
-            for params in pallas_gpu.IMPLEMENTATION.forward.choices(inputs, spec, H200):
+        for name in FEATURES if head_dim == 128 else DIFFERENT:
+            extras = {"soft_cap": 50.0} if name == "soft_cap" else {"dropout": name == "dropout"}
+            inputs, spec = call(**extras, **dims)
+            for params in implementation.forward.choices(inputs, spec, H200):
                 tiles = pallas_gpu.chosen_tiles(inputs, params)
                 sizes = f"{tiles.block_q}x{tiles.block_k}x{tiles.stages}"
                 run = functools.partial(forward_program, tiles, name, **dims)
                 yield f"forward-{name}-{head_dim}-{value_dim}-{sizes}", run
+            if name == "bias" or pallas_gpu.why_not_backward(inputs, spec, H200):
+                continue
+            for params in implementation.backward.choices(inputs, spec, H200):
+                sizes = f"{params.q_blocksize}x{params.kv_blocksize}x{params.num_stages}"
+                run = functools.partial(backward_program, params, name, **dims)
+                yield f"backward-{name}-{head_dim}-{value_dim}-{sizes}", run
 
 
 PROGRAMS = dict(_programs())
-QUICK = ["forward-causal-128-128-128x128x2", "forward-packed-128-128-128x128x2"]
+QUICK = ["forward-packed-128-128-128x128x2", "backward-causal-128-128-64x64x4"]

@@ -141,6 +141,27 @@ def reduce_rows(x: jax.Array, combine: Callable, reduce: Callable) -> jax.Array:
     return reduce(x, axis=1)
 
 
+def barriers(count: int, arrivals: int = 1) -> Any:
+    """Barriers that open after so many arrivals of a warpgroup or of a copy."""
+    return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+
+
+def each_unit(order: Any, units: int, grid: int, program: Callable[..., Any]) -> None:
+    """`step = program(lap, step, unit)` for every unit of work of this block of threads.
+
+    Every other lap goes backwards through the blocks of threads: whoever got the longest unit of
+    one lap gets the shortest of the next.
+    """
+    block = lax.axis_index("block")
+
+    def one(lap: Any, step: Any) -> Any:
+        at = lap * grid + jnp.where(lax.rem(lap, 2) == 0, block, grid - 1 - block)
+        run = lambda step: program(lap, step, order[at])
+        return lax.cond(at < units, run, lambda step: step, step)
+
+    lax.fori_loop(0, -(-units // grid), one, jnp.int32(0))
+
+
 class Hardware:
     """Matmuls on the tensor cores: asynchronous, in order."""
 

@@ -5,10 +5,14 @@ import jax.numpy as jnp
 
 from ejkernel import settings
 from ejkernel.kernels.common import mosaic_gpu as gpu
-from ejkernel.kernels.flash_attention import pallas_gpu_forward, pallas_gpu_walk
+from ejkernel.kernels.flash_attention import (
+    pallas_gpu_backward,
+    pallas_gpu_forward,
+    pallas_gpu_walk,
+)
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
 from ejkernel.kernels.flash_attention.pallas_gpu_forward import ROWS, Tiles
-from ejkernel.ops.config import FwdParams
+from ejkernel.ops.config import BwdParams, FwdParams
 from ejkernel.ops.implementation import Implementation, Pass
 from ejkernel.ops.platform import Device, device_of
 from ejkernel.types.rules import Everything
@@ -19,6 +23,16 @@ def forward(inputs: Inputs, spec: Spec, params: FwdParams | None) -> tuple[Outpu
     tiles = chosen_tiles(inputs, params)
     outputs = pallas_gpu_forward.forward(inputs, spec, tiles, _interpreted(inputs))
     return outputs, outputs
+
+
+def backward(
+    inputs: Inputs, residuals: Outputs, d_outputs: Outputs, spec: Spec, params: BwdParams | None
+) -> Inputs:
+    """Gradients, shaped like the inputs; None where there is none."""
+    tiles = chosen_backward_tiles(inputs, spec, params)
+    return pallas_gpu_backward.backward(
+        inputs, residuals, d_outputs, spec, *tiles, _interpreted(inputs)
+    )
 
 
 def why_not(inputs: Inputs, spec: Spec, device: Device) -> str | None:
@@ -99,32 +113,117 @@ def _params(tiles: Tiles) -> FwdParams:
     return FwdParams(q_blocksize=tiles.block_q, kv_blocksize=tiles.block_k, num_stages=tiles.stages)
 
 
+# Numbers that a thread of two computing warpgroups has room for, beside indices and addresses.
+_ROOM = 192
+
+
+def why_not_backward(inputs: Inputs, spec: Spec, device: Device) -> str | None:
+    """What keeps the backward kernels from taking the call, or None."""
+    if reason := why_not(inputs, spec, device):
+        return reason
+    head_dim, value_dim = inputs.query.shape[3], inputs.value.shape[3]
+    if _sums_of_keys(inputs, spec) + 64 > _ROOM:
+        most = 2 * (_ROOM - 64 - _extra(inputs, spec))
+        return (
+            f"needs head and value dims that sum to at most {most} in this backward pass, "
+            f"got {head_dim} and {value_dim}"
+        )
+    return None
+
+
+def _extra(inputs: Inputs, spec: Spec) -> int:
+    """Numbers that weights take beyond the exponentials."""
+    return 64 if inputs.dropout is not None else 0 if spec.logits_soft_cap is None else 32
+
+
+def _sums_of_keys(inputs: Inputs, spec: Spec) -> int:
+    return (inputs.query.shape[3] + inputs.value.shape[3]) // 2 + _extra(inputs, spec)
+
+
+def chosen_backward_tiles(
+    inputs: Inputs, spec: Spec, params: BwdParams | None
+) -> tuple[pallas_gpu_backward.Tiles, pallas_gpu_backward.Tiles]:
+    """Tiles of the kernel of keys and of that of queries.
+
+    `q_blocksize` is how many queries the former takes at once, `kv_blocksize` how many keys the
+    latter; both hold 128 rows.
+    """
+    params = params or BwdParams()
+    of_keys = _sums_of_keys(inputs, spec)
+    of_queries = inputs.query.shape[3] // 2 + _extra(inputs, spec)
+    return (
+        _backward_tiles(inputs, of_keys, params.q_blocksize, params.num_stages, 1.5),
+        _backward_tiles(inputs, of_queries, params.kv_blocksize, params.num_stages, 1.25),
+    )
+
+
+def _backward_tiles(inputs, sums, columns, stages, with_overlap) -> pallas_gpu_backward.Tiles:
+    """The columns asked for if there is room, with overlap if there is room for that too."""
+    head_dim, value_dim = inputs.query.shape[3], inputs.value.shape[3]
+    columns = 128 if (columns or 64) > 64 and sums + 128 < _ROOM else 64
+    overlap = sums + columns * with_overlap <= _ROOM and columns == 64
+    for count in range(min(4, max(2, stages or 4)), 1, -1):
+        tiles = pallas_gpu_backward.Tiles(2, columns, count, overlap)
+        if tiles.shared_bytes(head_dim, value_dim) <= gpu.SHARED_BYTES:
+            return tiles
+    return pallas_gpu_backward.Tiles(2, 64, 2, overlap)
+
+
+def heuristic_backward(inputs: Inputs, spec: Spec, device: Device) -> BwdParams:
+    """The tiles expected to be fastest."""
+    return _backward_params(inputs, spec, BwdParams())
+
+
+def candidates_backward(inputs: Inputs, spec: Spec, device: Device) -> list[BwdParams]:
+    """All tiles worth timing."""
+    sizes = [BwdParams(q_blocksize=q, kv_blocksize=k) for q in (64, 128) for k in (64, 128)]
+    return list(dict.fromkeys(_backward_params(inputs, spec, params) for params in sizes))
+
+
+def _backward_params(inputs: Inputs, spec: Spec, params: BwdParams) -> BwdParams:
+    of_keys, of_queries = chosen_backward_tiles(inputs, spec, params)
+    return BwdParams(
+        q_blocksize=of_keys.columns,
+        kv_blocksize=of_queries.columns,
+        num_stages=max(of_keys.stages, of_queries.stages),
+    )
+
+
 def _interpreted(inputs: Inputs) -> bool:
     return settings.interpret() and device_of(jax.tree.leaves(inputs)).platform != "gpu"
 
 
+_FEATURES = frozenset(
+    {
+        "causal",
+        "window",
+        "positions",
+        "segments",
+        "token_types",
+        "chunks",
+        "lengths",
+        "mask",
+        "bias",
+        "sinks",
+        "dropout",
+        "dropout_prob",
+        "logits_soft_cap",
+    }
+)
+
 IMPLEMENTATION = Implementation(
     forward=Pass(
         run=forward,
-        features=frozenset(
-            {
-                "causal",
-                "window",
-                "positions",
-                "segments",
-                "token_types",
-                "chunks",
-                "lengths",
-                "mask",
-                "bias",
-                "sinks",
-                "dropout",
-                "dropout_prob",
-                "logits_soft_cap",
-            }
-        ),
+        features=_FEATURES,
         why_not=why_not,
         heuristic=heuristic,
         candidates=candidates,
+    ),
+    backward=Pass(
+        run=backward,
+        features=_FEATURES - {"bias"},
+        why_not=why_not_backward,
+        heuristic=heuristic_backward,
+        candidates=candidates_backward,
     ),
 )

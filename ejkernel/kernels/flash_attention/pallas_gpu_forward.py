@@ -10,7 +10,6 @@ first.
 
 import dataclasses
 import functools
-import math
 import types
 from typing import Any
 
@@ -21,12 +20,10 @@ from jax.scipy.special import logsumexp
 
 from ejkernel.kernels.common import mosaic_gpu as gpu
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
-from ejkernel.kernels.flash_attention.pallas_gpu_tile import Operands, Tile
+from ejkernel.kernels.flash_attention.pallas_gpu_tile import LOG2_E, ROWS, Operands, Tile
 from ejkernel.kernels.flash_attention.pallas_gpu_walk import visibility, walk
 from ejkernel.types.rules import Everything
 
-ROWS = 64  # queries of a computing warpgroup
-LOG2_E = math.log2(math.e)
 # The peak of a row that has seen nothing: finite, so that -inf less than it is -inf and not NaN.
 LEAST = -1e30
 
@@ -85,9 +82,6 @@ def forward(inputs: Inputs, spec: Spec, tiles: Tiles, interpreted: bool = False)
     apart = tiles.results_apart(h, v)
     query = gpu.shared_tile(inputs.query.dtype, tiles.consumers, ROWS, h)
     result = gpu.shared_tile(inputs.query.dtype, tiles.consumers, ROWS, v)
-    barriers = lambda count, arrivals=1: gpu.plgpu.Barrier(
-        num_arrivals=arrivals, num_barriers=count
-    )
     stages, consumers = tiles.stages, tiles.consumers
 
     def body(*refs: Any, **shared: Any) -> None:
@@ -104,13 +98,13 @@ def forward(inputs: Inputs, spec: Spec, tiles: Tiles, interpreted: bool = False)
             "queries": (query, result) if apart else gpu.plgpu.RefUnion(query, result),
             "keys": gpu.shared_tile(inputs.key.dtype, stages, tiles.block_k, h),
             "values": gpu.shared_tile(inputs.value.dtype, stages, tiles.block_k, v),
-            "query_here": barriers(consumers),
-            "query_free": barriers(consumers),
-            "key_here": barriers(stages),
-            "key_free": barriers(stages, consumers),
-            "value_here": barriers(stages),
-            "value_free": barriers(stages, consumers),
-            "turn": barriers(consumers),
+            "query_here": gpu.barriers(consumers),
+            "query_free": gpu.barriers(consumers),
+            "key_here": gpu.barriers(stages),
+            "key_free": gpu.barriers(stages, consumers),
+            "value_here": gpu.barriers(stages),
+            "value_free": gpu.barriers(stages, consumers),
+            "turn": gpu.barriers(consumers),
         },
         grid=(work.grid,),
         grid_names=("block",),
@@ -163,29 +157,17 @@ class _Forward:
             gpu.plgpu.wait_smem_to_gmem(0)
 
     def each_unit(self, program) -> None:
-        """`step = program(lap, step, *unit)` for every unit of this block of threads.
+        """`step = program(lap, step, row, head, line, lists)` for the units of this block."""
 
-        Every other lap goes backwards through the blocks of threads: whoever got the longest
-        unit of one lap gets the shortest of the next.
-        """
-        block = lax.axis_index("block")
+        def unpack(lap, step, unit):
+            line, where = lax.rem(unit, self.lines), lax.div(unit, self.lines)
+            row, head = lax.div(where, self.heads), lax.rem(where, self.heads)
+            list_row = row if self.list_rows > 1 else 0
+            list_head = head if self.list_heads > 1 else 0
+            lists = (list_row * self.list_heads + list_head) * self.lines + line
+            return program(lap, step, row, head, line, lists)
 
-        def one(lap, step):
-            place = jnp.where(lax.rem(lap, 2) == 0, block, self.grid - 1 - block)
-            at = lap * self.grid + place
-
-            def run(step):
-                unit = self.refs["order"][at]
-                line, where = lax.rem(unit, self.lines), lax.div(unit, self.lines)
-                row, head = lax.div(where, self.heads), lax.rem(where, self.heads)
-                list_row = row if self.list_rows > 1 else 0
-                list_head = head if self.list_heads > 1 else 0
-                lists = (list_row * self.list_heads + list_head) * self.lines + line
-                return program(lap, step, row, head, line, lists)
-
-            return lax.cond(at < self.units, run, lambda step: step, step)
-
-        lax.fori_loop(0, -(-self.units // self.grid), one, jnp.int32(0))
+        gpu.each_unit(self.refs["order"], self.units, self.grid, unpack)
 
     def copy_unit(self, lap, step, row, head, line, lists):
         """Bring the queries of a unit, then its keys and values as room becomes free."""
@@ -228,15 +210,19 @@ class _Forward:
         queries = self.shared.queries[0].at[warpgroup]
         masked = self.operands.masked
 
-        def softmax(logits, j, with_mask, peak, mass):
-            block = self.refs["index"][lists * self.blocks + j] if tile.needs_place else 0
-            logits, factor = tile.logits(logits, block, with_mask)
+        def softmax(products, j, with_mask, peak, mass):
+            at = 0
+            if tile.needs_place:
+                at = self.refs["index"][lists * self.blocks + j] * tiles.block_k
+            logits, factor, _ = tile.logits(products, at, with_mask)
             top = gpu.reduce_rows(logits, jnp.maximum, jnp.max) * factor
             new_peak = jnp.maximum(peak, top)
             shrink = jnp.exp2(peak - new_peak)
             weights = jnp.exp2(logits * factor - gpu.along_rows(new_peak, logits.shape))
             mass = mass * shrink + gpu.reduce_rows(weights, jnp.add, jnp.sum)
-            return tile.dropped(weights, block), new_peak, mass, shrink
+            if tile.drops:
+                weights = jnp.where(tile.kept(at), weights, 0.0)
+            return weights, new_peak, mass, shrink
 
         # The first tile has nothing to overlap with.
         slot = lax.rem(step, tiles.stages)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,25 +13,34 @@ from ejkernel.kernels.common import mosaic_gpu as gpu
 from ejkernel.kernels.flash_attention.inputs import Inputs, Spec
 from ejkernel.kernels.flash_attention.pallas_gpu_walk import Visibility
 
+ROWS = 64  # of a tile: what a warpgroup multiplies at once
 LOG2_E = math.log2(math.e)
 
 
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """The arrays behind mask, bias and dropout, by the names under which a kernel gets them.
-
-    Axes of size 1 serve every index; `sizes` keeps the shapes of those that are passed flat.
-    """
+    """The arrays behind mask, bias and dropout, by the names under which a kernel gets them."""
 
     arrays: dict[str, jax.Array]
     pairs: int
     masked: bool
 
     @classmethod
-    def of(cls, inputs: Inputs, seen: Visibility | None, q_size: int, kv_size: int) -> "Operands":
+    def of(
+        cls,
+        inputs: Inputs,
+        seen: Visibility | None,
+        q_size: int,
+        kv_size: int,
+        transposed: bool = False,
+    ) -> "Operands":
+        """What tiles need; where keys are their rows, masks of pairs stand transposed as well."""
         arrays = {}
         if seen is not None:
-            named = {"lower": seen.lower, "upper": seen.upper, "dense": seen.dense}
+            dense = seen.dense
+            if dense is not None and transposed:
+                dense = jnp.swapaxes(dense, 2, 3)
+            named = {"lower": seen.lower, "upper": seen.upper, "dense": dense}
             for i, (query, key) in enumerate(seen.pairs):
                 named |= {f"query_number_{i}": query, f"key_number_{i}": key}
             arrays |= {name: x for name, x in named.items() if x is not None}
@@ -49,90 +58,113 @@ def _whole_blocks(bias: jax.Array, q_size: int, kv_size: int) -> jax.Array:
     return jnp.pad(bias, padding) if any(b for _, b in padding) else bias
 
 
+class Logits(NamedTuple):
+    """Logits, the factor that makes them those of base 2, and their slope where they are capped."""
+
+    value: jax.Array
+    factor: float
+    slope: jax.Array | None
+
+
 class Tile:
-    """64 queries of a batch row and head against a block of keys."""
+    """The pairs of some queries with some keys of one batch row and head.
 
-    def __init__(self, spec: Spec, operands: Operands, refs: dict, row, head, first_row, block_k):
+    Queries are rows and keys columns, or transposed the other way round. What belongs to rows stays
+    the same from tile to tile and is read once; `at` says where the columns of a tile begin.
+    """
+
+    def __init__(
+        self,
+        spec: Spec,
+        operands: Operands,
+        refs: dict[str, Any],
+        row: Any,
+        head: Any,
+        first_row: Any,
+        columns: int,
+        transposed: bool = False,
+    ):
         self.spec, self.operands, self.refs = spec, operands, refs
-        self.row, self.head, self.first_row, self.block_k = row, head, first_row, block_k
-        self.shape = (64, block_k)
+        self.row, self.head, self.first_row = row, head, first_row
+        self.shape, self.transposed = (ROWS, columns), transposed
         self.needs_place = operands.masked or "bias" in refs or "seed" in refs
-        # What a row needs is read once for all its tiles.
-        names = ("lower", "upper", *(f"query_number_{i}" for i in range(operands.pairs)))
-        self.of_rows = {name: self._rows(refs[name]) for name in names if name in refs}
+        kind = "key" if transposed else "query"
+        names = [f"{kind}_number_{i}" for i in range(operands.pairs)]
+        names += [] if transposed else ["lower", "upper"]
+        self._of_rows = {name: self._rows(refs[name]) for name in names if name in refs}
 
-    def logits(self, products: jax.Array, block: Any, with_mask: bool) -> tuple[jax.Array, float]:
-        """Logits, and the factor that makes them those of base 2."""
+    def logits(self, products: jax.Array, at: Any, with_mask: bool) -> Logits:
+        """Logits from products of queries and keys."""
         factor = self.spec.softmax_scale * LOG2_E
-        logits = products
+        logits, slope = products, None
         if "bias" in self.refs or self.spec.logits_soft_cap is not None:
             logits = logits * self.spec.softmax_scale
             if "bias" in self.refs:
-                logits = logits + self._bias(block)
+                logits = logits + self._bias(at)
             factor = LOG2_E
             if (cap := self.spec.logits_soft_cap) is not None:
                 logits = jnp.tanh(logits * (1.0 / cap))
                 factor = cap * LOG2_E
+                slope = 1.0 - logits * logits
         if with_mask:
-            logits = jnp.where(self._visible(block), logits, -jnp.inf)
-        return logits, factor
+            logits = jnp.where(self.visible(at), logits, -jnp.inf)
+        return Logits(logits, factor, slope)
 
-    def dropped(self, weights: jax.Array, block: Any) -> jax.Array:
-        """The weights that dropout keeps, 0 for the others."""
-        if "seed" not in self.refs:
-            return weights
-        row = gpu.along_rows(gpu.row_index(64) + self.first_row, self.shape)
-        column = gpu.column_index(self.shape) + block * self.block_k
-        kept = dropout.keep(
+    def kept(self, at: Any) -> jax.Array:
+        """Which weights dropout keeps."""
+        row = gpu.along_rows(gpu.row_index(ROWS) + self.first_row, self.shape)
+        column = gpu.column_index(self.shape) + at
+        query, key = (column, row) if self.transposed else (row, column)
+        return dropout.keep(
             self.spec.dropout_prob,
             self.refs["seed"][0],
             self.refs["batch_index"][self.row],
             self.refs["head_index"][self.head],
-            row,
-            column,
+            query,
+            key,
         )
-        return jnp.where(kept, weights, 0.0)
 
-    def _visible(self, block: Any) -> jax.Array:
-        first = block * self.block_k
-        columns = gpu.pl.ds(first, self.block_k)
+    @property
+    def drops(self) -> bool:
+        return "seed" in self.refs
+
+    def visible(self, at: Any) -> jax.Array:
+        """Which pairs of a partial tile the mask allows."""
+        columns = gpu.pl.ds(at, self.shape[1])
         parts = []
-        if "lower" in self.refs or "upper" in self.refs:
-            column = gpu.column_index(self.shape)
-            of_rows = lambda name: gpu.along_rows(self.of_rows[name] - first, self.shape)
-            if "lower" in self.refs:
-                parts.append(column >= of_rows("lower"))
-            if "upper" in self.refs:
-                parts.append(column <= of_rows("upper"))
+        for name, compare in (("lower", jnp.greater_equal), ("upper", jnp.less_equal)):
+            if name not in self.refs:
+                continue
+            if self.transposed:
+                key = gpu.along_rows(gpu.row_index(ROWS) + self.first_row, self.shape)
+                bound = gpu.along_columns(self._columns(self.refs[name], at), self.shape)
+            else:
+                key = gpu.column_index(self.shape)
+                bound = gpu.along_rows(self._of_rows[name] - at, self.shape)
+            parts.append(compare(key, bound))
         for i in range(self.operands.pairs):
-            ref = self.refs[f"key_number_{i}"]
-            row = self.row if ref.shape[0] > 1 else 0
-            number = gpu.load(ref.at[row, columns], gpu.columns_layout())
-            queries = gpu.along_rows(self.of_rows[f"query_number_{i}"], self.shape)
-            parts.append(queries == gpu.along_columns(number, self.shape))
+            mine, other = ("key", "query") if self.transposed else ("query", "key")
+            number = gpu.along_rows(self._of_rows[f"{mine}_number_{i}"], self.shape)
+            others = self._columns(self.refs[f"{other}_number_{i}"], at)
+            parts.append(number == gpu.along_columns(others, self.shape))
         if "dense" in self.refs:
             ref = self.refs["dense"]
             row, head = self._broadcast(ref)
-            rows = gpu.pl.ds(self.first_row, 64)
-            mask = gpu.load(ref.at[row, head, rows, columns], gpu.plgpu.Layout.WGMMA)
-            parts.append(mask.astype(jnp.int32) != 0)
+            place = ref.at[row, head, gpu.pl.ds(self.first_row, ROWS), columns]
+            parts.append(gpu.load(place, gpu.plgpu.Layout.WGMMA).astype(jnp.int32) != 0)
         visible = parts[0]
         for part in parts[1:]:
             visible = visible & part
         return visible
 
-    def _bias(self, block: Any) -> jax.Array:
+    def _bias(self, at: Any) -> jax.Array:
         ref = self.refs["bias"]
         row, head = self._broadcast(ref)
-        rows, columns = (
-            gpu.pl.ds(self.first_row, 64),
-            gpu.pl.ds(block * self.block_k, self.block_k),
-        )
+        rows, columns = gpu.pl.ds(self.first_row, ROWS), gpu.pl.ds(at, self.shape[1])
         t, s = ref.shape[2:]
         if t > 1 and s > 1:
-            return gpu.load(ref.at[row, head, rows, columns], gpu.plgpu.Layout.WGMMA).astype(
-                jnp.float32
-            )
+            part = gpu.load(ref.at[row, head, rows, columns], gpu.plgpu.Layout.WGMMA)
+            return part.astype(jnp.float32)
         if t > 1:
             part = gpu.load(ref.at[row, head, rows, 0], gpu.rows_layout())
             return gpu.along_rows(part.astype(jnp.float32), self.shape)
@@ -142,9 +174,15 @@ class Tile:
         return lax.broadcast_in_dim(ref[row, head, 0, 0].astype(jnp.float32), self.shape, ())
 
     def _broadcast(self, ref: Any) -> tuple[Any, Any]:
+        """Batch row and head in an array whose axes of size 1 serve all."""
         return self.row if ref.shape[0] > 1 else 0, self.head if ref.shape[1] > 1 else 0
 
     def _rows(self, ref: Any) -> jax.Array:
-        """A number for each of the 64 rows, from [b' or 1, t]."""
+        """A number for each row of the tile, from [b' or 1, length]."""
         row = self.row if ref.shape[0] > 1 else 0
-        return gpu.load(ref.at[row, gpu.pl.ds(self.first_row, 64)], gpu.rows_layout())
+        return gpu.load(ref.at[row, gpu.pl.ds(self.first_row, ROWS)], gpu.rows_layout())
+
+    def _columns(self, ref: Any, at: Any) -> jax.Array:
+        """A number for each column of the tile, from [b' or 1, length]."""
+        row = self.row if ref.shape[0] > 1 else 0
+        return gpu.load(ref.at[row, gpu.pl.ds(at, self.shape[1])], gpu.columns_layout())

@@ -91,7 +91,31 @@ def _walk(rule, batch, heads, q_len, kv_len, block_q, block_k) -> Walk:
     return _lines(state, batch, heads)
 
 
-def _lines(state: jax.Array, batch: int, heads: int) -> Walk:
+def walk_columns(
+    rule: Rule,
+    batch: int,
+    heads: int,
+    group: int,
+    q_len: int,
+    kv_len: int,
+    block_q: int,
+    block_k: int,
+) -> Walk:
+    """The tiles of every key block; a unit is one with all the `group` query heads it serves."""
+    if not jax.tree.leaves(rule):
+        with jax.ensure_compile_time_eval():
+            return _walk_columns(rule, batch, heads, group, q_len, kv_len, block_q, block_k)
+    return _walk_columns(rule, batch, heads, group, q_len, kv_len, block_q, block_k)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5, 6, 7))
+def _walk_columns(rule, batch, heads, group, q_len, kv_len, block_q, block_k) -> Walk:
+    # Past the last query nothing is added, and past the last key nothing is written.
+    state = block_map(rule, q_len, kv_len, block_q, block_k).state
+    return _lines(jnp.swapaxes(state, 2, 3), batch, heads, group)
+
+
+def _lines(state: jax.Array, batch: int, heads: int, group: int = 1) -> Walk:
     blocks = state.shape[-1]
     position = jnp.arange(blocks, dtype=jnp.int32)
     rank = jnp.where(state == PARTIAL, 0, jnp.where(state == FULL, 1, 2)).astype(jnp.int32)
@@ -101,7 +125,8 @@ def _lines(state: jax.Array, batch: int, heads: int) -> Walk:
     # A line without blocks still writes its result: it visits one, in which it sees nothing.
     partial = jnp.where(count == 0, 1, partial)
     count = jnp.maximum(count, 1)
-    lengths = jnp.broadcast_to(count, (batch, heads, state.shape[2])).reshape(-1)
+    lengths = jnp.broadcast_to(count, (batch, heads * group, state.shape[2]))
+    lengths = lengths.reshape(batch, heads, group, -1).sum(2).reshape(-1)
     # Stable: units as long as each other stay together by head, and share its keys in the cache.
     order = jnp.argsort(-lengths, stable=True).astype(jnp.int32)
     return Walk(order, count, partial, index)
