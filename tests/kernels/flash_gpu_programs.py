@@ -88,6 +88,7 @@ FEATURES = {
     "sinks": lambda: {"sinks": True, "mask": Band(-127, 0)},
     "dropout": lambda: {"dropout": True, "mask": CAUSAL},
     "float16": lambda: {"dtype": jnp.float16, "mask": CAUSAL},
+    "odd": lambda: {"queries": 4093, "mask": CAUSAL},
 }
 
 
@@ -112,7 +113,7 @@ def backward_program(params, feature, **dims):
 
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 # Everywhere; the other features only where most models are, with head dim 128.
-DIFFERENT = ("causal", "packed", "soft_cap", "dropout")
+DIFFERENT = ("causal", "packed", "soft_cap", "dropout", "odd")
 
 
 def _programs():
@@ -120,7 +121,8 @@ def _programs():
     for head_dim, value_dim in DIMS:
         dims = {"head_dim": head_dim, "value_dim": value_dim}
         for name in FEATURES if head_dim == 128 else DIFFERENT:
-            extras = {"soft_cap": 50.0} if name == "soft_cap" else {"dropout": name == "dropout"}
+            extras = {"queries": 4093} if name == "odd" else {}
+            extras |= {"soft_cap": 50.0} if name == "soft_cap" else {"dropout": name == "dropout"}
             inputs, spec = call(**extras, **dims)
             for params in implementation.forward.choices(inputs, spec, H200):
                 tiles = pallas_gpu.chosen_tiles(inputs, params)

@@ -134,8 +134,9 @@ def test_registers_of_all_warpgroups_fit():
     [
         ({}, H200._replace(compute_capability=(8, 0)), "compute capability 9.0"),
         ({"dtype": jnp.float32}, H200, "bfloat16 or float16"),
-        ({"head_dim": 40}, H200, "head dim that is a multiple of 16"),
-        ({"queries": 4090}, H200, "query length that is a multiple of 8"),
+        ({"head_dim": 36}, H200, "head dim that is a multiple of 8"),
+        ({"head_dim": 264}, H200, "up to 256"),
+        ({"queries": 4090}, H200, None),
         ({"mask": Or((Band(None, 0), Chunks(64)))}, H200, "masks made of Or"),
         ({}, H200, None),
         ({"head_dim": 192, "value_dim": 128, "mask": RULES["causal"]}, H200, None),
@@ -295,6 +296,10 @@ INTERPRETED = {
     "results_among_queries": {"queries": 128, "head_dim": 256},
     "few_queries": {"queries": 8, "keys": 200, "mask": Band(None, 192)},
     "float16": {"queries": 128, "dtype": jnp.float16},
+    "odd_lengths": {"queries": 127, "keys": 201, "mask": Band(None, 74)},
+    "odd_dims": {"queries": 63, "head_dim": 40, "value_dim": 24, "mask": Band(None, 0)},
+    "odd_and_aliased": {"queries": 130, "head_dim": 256},
+    "one_query": {"queries": 1, "keys": 63},
 }
 
 

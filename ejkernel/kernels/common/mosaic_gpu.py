@@ -73,6 +73,89 @@ def shared_tile(dtype: Any, *shape: int) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
+class Matrices:
+    """Matrices [rows, dim] in shared memory, as copies write and the tensor cores read them.
+
+    A copy cuts global memory into the tiles of the tensor cores, which it can if there are whole
+    tiles of 8 rows. Other lengths come in `strips` of a few columns, each of which is laid out the
+    same whether or not it is thought of as cut; what lies outside the array arrives as 0 and is not
+    written back. Every strip is a copy, and a matmul, of its own.
+    """
+
+    def __init__(self, dtype: Any, count: int, rows: int, dim: int, whole: bool):
+        self.dtype, self.count, self.rows, self.dim, self.whole = dtype, count, rows, dim, whole
+        fewest = -(-dim // 16) * 16
+        wide = (size for size in (64, 32, 16) if -(-dim // size) * size == fewest)
+        self.width = dim if whole else next(wide)
+        self.strips = -(-dim // self.width)
+        self.columns = self.width * self.strips  # with those that only fill the last strip
+
+    def views(self, interpreted: bool) -> list[Any]:
+        """The memory as the tensor cores see it, after how copies see it where that differs."""
+        if self.whole:
+            return [shared_tile(self.dtype, self.count, self.rows, self.dim)]
+        shape = (self.count, self.strips, self.rows, self.width)
+        cut = shared_tile(self.dtype, *shape)
+        swizzled = plgpu.SwizzleTransform(swizzle(self.width))
+        seen = plgpu.SMEM(shape, self.dtype, transforms=(swizzled,))
+        return [cut] if interpreted else [seen, cut]
+
+
+def allocate(interpreted: bool, *matrices: Matrices) -> Any:
+    """Shared memory for these matrices, which take turns in using it."""
+    views = [view for one in matrices for view in one.views(interpreted)]
+    return views[0] if len(views) == 1 else plgpu.RefUnion(*views)
+
+
+def bind(interpreted: bool, ref: Any, *matrices: Matrices) -> list["Bound"]:
+    """The matrices that were allocated together, inside a kernel."""
+    counts = [len(one.views(interpreted)) for one in matrices]
+    refs = iter([ref] if sum(counts) == 1 else list(ref))
+    views = [[next(refs) for _ in range(count)] for count in counts]
+    return [Bound(one, view[0], view[-1]) for one, view in zip(matrices, views, strict=True)]
+
+
+class Bound:
+    """Matrices inside a kernel: as copies see them, and as the tensor cores do."""
+
+    def __init__(self, shape: Matrices, copied: Any, cut: Any):
+        self.shape, self.copied, self.cut = shape, copied, cut
+
+    def parts(self) -> list[tuple[int, int]]:
+        """The columns of each strip."""
+        width = self.shape.width
+        return [(i * width, (i + 1) * width) for i in range(self.shape.strips)]
+
+    def at(self, index: Any, strip: int) -> Any:
+        return self.cut.at[index] if self.shape.whole else self.cut.at[index, strip]
+
+    def fetch(self, array: Any, row: Any, rows: Any, head: Any, index: Any, here: Any) -> None:
+        """Begin to copy array[row, rows, head] into matrix `index`."""
+        for strip, columns in self._columns():
+            room = self.copied.at[index] if self.shape.whole else self.copied.at[index, strip]
+            plgpu.copy_gmem_to_smem(array.at[row, rows, head, columns], room, here)
+
+    def put(self, index: Any, value: jax.Array) -> None:
+        """Write matrix `index`, as the tensor cores would read it."""
+        for strip, (start, stop) in enumerate(self.parts()):
+            self.at(index, strip)[...] = value[:, start:stop] if self.shape.strips > 1 else value
+
+    def store(self, array: Any, row: Any, rows: Any, head: Any, index: Any) -> None:
+        """Begin to copy matrix `index` to array[row, rows, head]."""
+        for strip, columns in self._columns():
+            room = self.copied.at[index] if self.shape.whole else self.copied.at[index, strip]
+            plgpu.copy_smem_to_gmem(room, array.at[row, rows, head, columns])
+
+    def _columns(self):
+        if self.shape.whole:
+            yield 0, slice(None)
+            return
+        # A start that is not known before it runs may reach past the end.
+        nowhere = lax.axis_index("block") * 0
+        for strip, (start, _) in enumerate(self.parts()):
+            yield strip, pl.ds(nowhere + start, self.shape.width)
+
+
 def kernel(body: Callable[..., None], interpreted: bool, **arguments: Any) -> Callable[..., Any]:
     """`plgpu.kernel` with layouts said by hand, fast `exp2`, and no barriers but our own."""
     # Only JAX 0.12 tells the interpreter by argument.
@@ -170,9 +253,16 @@ class Hardware:
         start = tuple(plgpu.ACC.init(x) for x in accumulators)
         return pl.run_state(lambda refs: body(*refs))((start, tuple(values)))
 
-    def matmul(self, accumulator: Any, left: Any, right: Any) -> None:
-        """Begin `accumulator += left @ right`; `left` may be in registers."""
-        plgpu.wgmma(accumulator, left, right)
+    def inner(self, accumulator: Any, left: Bound, i: Any, right: Bound, j: Any) -> None:
+        """Begin `accumulator += left[i] @ right[j].T`."""
+        for strip in range(left.shape.strips):
+            plgpu.wgmma(accumulator, left.at(i, strip), right.at(j, strip).transpose((1, 0)))
+
+    def outer(self, accumulator: Any, left: jax.Array, right: Bound, j: Any) -> None:
+        """Begin `accumulator += left @ right[j]`, in as many matmuls as `right` has strips."""
+        for strip, (start, stop) in enumerate(right.parts()):
+            part = accumulator if right.shape.strips == 1 else accumulator.at[:, start:stop]
+            plgpu.wgmma(part, left, right.at(j, strip))
 
     def read(self, accumulator: Any, unfinished: int) -> jax.Array:
         """The accumulator, once no more than `unfinished` matmuls are under way."""
@@ -207,9 +297,16 @@ class Emulation(Hardware):
         body(*held)
         return tuple(tuple(x.value for x in part) for part in held)
 
-    def matmul(self, accumulator: Any, left: Any, right: Any) -> None:
-        left, right = (x[...].astype(jnp.float32) for x in (left, right))
-        accumulator.value += jnp.dot(left, right, precision=lax.Precision.HIGHEST)
+    def inner(self, accumulator: Any, left: Bound, i: Any, right: Bound, j: Any) -> None:
+        for strip in range(left.shape.strips):
+            a, b = (x.at(k, strip)[...].astype(jnp.float32) for x, k in ((left, i), (right, j)))
+            accumulator.value += jnp.dot(a, b.T, precision=lax.Precision.HIGHEST)
+
+    def outer(self, accumulator: Any, left: jax.Array, right: Bound, j: Any) -> None:
+        strips = [right.at(j, strip)[...] for strip in range(right.shape.strips)]
+        whole = jnp.concatenate(strips, axis=1).astype(jnp.float32)
+        left = left.astype(jnp.float32)
+        accumulator.value += jnp.dot(left, whole, precision=lax.Precision.HIGHEST)
 
     def read(self, accumulator: Any, unfinished: int) -> jax.Array:
         return accumulator.value

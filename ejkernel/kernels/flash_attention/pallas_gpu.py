@@ -47,11 +47,10 @@ def why_not(inputs: Inputs, spec: Spec, device: Device) -> str | None:
     if len(dtypes) > 1 or not dtypes <= {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)}:
         return f"needs bfloat16 or float16 alone, got {', '.join(sorted(map(str, dtypes)))}"
     for name, dim in (("head", inputs.query.shape[3]), ("value", inputs.value.shape[3])):
-        if dim % 16 or not 16 <= dim <= 256:
-            return f"needs a {name} dim that is a multiple of 16 up to 256, got {dim}"
-    for name, length in (("query", inputs.query.shape[1]), ("key", inputs.key.shape[1])):
-        if length % 8 or length == 0:
-            return f"needs a {name} length that is a multiple of 8, got {length}"
+        if dim % 8 or not 8 <= dim <= 256:
+            return f"needs a {name} dim that is a multiple of 8 up to 256, got {dim}"
+    if 0 in (inputs.query.shape[1], inputs.key.shape[1]):
+        return "needs at least one query and one key"
     if not spec.softmax_scale > 0:
         return f"needs a positive softmax_scale, got {spec.softmax_scale}"
     return pallas_gpu_walk.why_not(inputs.mask or Everything())
@@ -64,7 +63,7 @@ def heuristic(inputs: Inputs, spec: Spec, device: Device) -> FwdParams:
 
 def candidates(inputs: Inputs, spec: Spec, device: Device) -> list[FwdParams]:
     """All tiles worth timing."""
-    head_dim, value_dim = inputs.query.shape[3], inputs.value.shape[3]
+    head_dim, value_dim = _dims(inputs)
     sizes = [(2, 128), (2, 64), (3, 64)]
     tiles = (_fitting(consumers, block_k, head_dim, value_dim) for consumers, block_k in sizes)
     return [_params(x) for x in tiles if x and _in_registers(x, inputs)]
@@ -75,21 +74,26 @@ def chosen_tiles(inputs: Inputs, params: FwdParams | None) -> Tiles:
     default = _default(inputs)
     if params is None:
         return default
-    head_dim, value_dim = inputs.query.shape[3], inputs.value.shape[3]
+    head_dim, value_dim = _dims(inputs)
     consumers = min(3, -(-(params.q_blocksize or default.block_q) // ROWS))
     block_k = min(128, -(-(params.kv_blocksize or default.block_k) // 64) * 64)
     stages = min(4, max(2, params.num_stages or 4))
     return _fitting(consumers, block_k, head_dim, value_dim, stages) or default
 
 
+def _dims(inputs: Inputs) -> tuple[int, int]:
+    """Head and value dim as the tensor cores see them."""
+    head_dim, value_dim = (-(-x.shape[3] // 16) * 16 for x in (inputs.query, inputs.value))
+    return head_dim, value_dim
+
+
 def _default(inputs: Inputs) -> Tiles:
-    head_dim, value_dim = inputs.query.shape[3], inputs.value.shape[3]
-    consumers = 1 if inputs.query.shape[1] <= ROWS else 2
-    for block_k in (128, 64):
-        tiles = _fitting(consumers, block_k, head_dim, value_dim)
-        if tiles and _in_registers(tiles, inputs):
-            return tiles
-    return Tiles(consumers, 64, 2)
+    for consumers in (1,) if inputs.query.shape[1] <= ROWS else (2, 1):
+        for block_k in (128, 64):
+            tiles = _fitting(consumers, block_k, *_dims(inputs))
+            if tiles and _in_registers(tiles, inputs):
+                return tiles
+    return Tiles(1, 64, 2)
 
 
 def _fitting(
@@ -103,10 +107,12 @@ def _fitting(
 
 def _in_registers(tiles: Tiles, inputs: Inputs) -> bool:
     """Whether a thread can hold its part of logits, weights and output."""
-    own = inputs.value.shape[3] // 2 + tiles.block_k * 3 // 4
+    own = _dims(inputs)[1] // 2 + tiles.block_k * 3 // 4
     if inputs.dropout is not None:  # the bits of every weight as well
         own += tiles.block_k // 2
-    return own <= {1: 160, 2: 176, 3: 112}[tiles.consumers]
+    if not pallas_gpu_forward.whole_tiles(inputs):  # where each strip is
+        own += 16
+    return own <= {1: 192, 2: 176, 3: 112}[tiles.consumers]
 
 
 def _params(tiles: Tiles) -> FwdParams:
@@ -137,7 +143,7 @@ def _extra(inputs: Inputs, spec: Spec) -> int:
 
 
 def _sums_of_keys(inputs: Inputs, spec: Spec) -> int:
-    return (inputs.query.shape[3] + inputs.value.shape[3]) // 2 + _extra(inputs, spec)
+    return sum(_dims(inputs)) // 2 + _extra(inputs, spec)
 
 
 def chosen_backward_tiles(
@@ -150,7 +156,7 @@ def chosen_backward_tiles(
     """
     params = params or BwdParams()
     of_keys = _sums_of_keys(inputs, spec)
-    of_queries = inputs.query.shape[3] // 2 + _extra(inputs, spec)
+    of_queries = _dims(inputs)[0] // 2 + _extra(inputs, spec)
     return (
         _backward_tiles(inputs, of_keys, params.q_blocksize, params.num_stages, 1.5),
         _backward_tiles(inputs, of_queries, params.kv_blocksize, params.num_stages, 1.25),
@@ -159,7 +165,7 @@ def chosen_backward_tiles(
 
 def _backward_tiles(inputs, sums, columns, stages, with_overlap) -> pallas_gpu_backward.Tiles:
     """The columns asked for if there is room, with overlap if there is room for that too."""
-    head_dim, value_dim = inputs.query.shape[3], inputs.value.shape[3]
+    head_dim, value_dim = _dims(inputs)
     columns = 128 if (columns or 64) > 64 and sums + 128 < _ROOM else 64
     overlap = sums + columns * with_overlap <= _ROOM and columns == 64
     for count in range(min(4, max(2, stages or 4)), 1, -1):

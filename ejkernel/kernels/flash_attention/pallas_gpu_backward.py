@@ -19,6 +19,7 @@ from jax.scipy.special import logsumexp
 
 from ejkernel.kernels.common import mosaic_gpu as gpu
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
+from ejkernel.kernels.flash_attention.pallas_gpu_forward import whole_tiles
 from ejkernel.kernels.flash_attention.pallas_gpu_tile import LOG2_E, ROWS, Operands, Tile
 from ejkernel.kernels.flash_attention.pallas_gpu_walk import visibility, walk, walk_columns
 from ejkernel.types.rules import Everything
@@ -116,8 +117,8 @@ def _per_sink(sinks: jax.Array, d_lse: jax.Array) -> jax.Array:
 
 
 def _run(inputs, d_out, spec, terms, interpreted, tiles: Tiles, for_keys: bool) -> tuple:
-    b, t, n, h = inputs.query.shape
-    s, k, v = inputs.value.shape[1:]
+    b, t, n, _ = inputs.query.shape
+    s, k = inputs.value.shape[1:3]
     rule = inputs.mask or Everything()
     block_q, block_k = (tiles.columns, tiles.rows) if for_keys else (tiles.rows, tiles.columns)
     q_size, kv_size = (-(-size // block) * block for size, block in ((t, block_q), (s, block_k)))
@@ -150,13 +151,14 @@ def _run(inputs, d_out, spec, terms, interpreted, tiles: Tiles, for_keys: bool) 
     def body(*refs: Any, **shared: Any) -> None:
         work.body(dict(zip(arrays, refs, strict=False)), refs[len(arrays) :], shared)
 
-    dtype, consumers, stages = inputs.query.dtype, tiles.consumers, tiles.stages
+    consumers, stages = tiles.consumers, tiles.stages
+    copies = sum(one.strips for one in work.held)
     scratch = {
-        "held": tuple(gpu.shared_tile(dtype, consumers, ROWS, dim) for dim in (h, v)),
-        "moving": tuple(gpu.shared_tile(dtype, stages, tiles.columns, dim) for dim in (h, v)),
-        "held_here": gpu.barriers(consumers, 2),
+        "held": tuple(gpu.allocate(interpreted, one) for one in work.held),
+        "moving": tuple(gpu.allocate(interpreted, one) for one in work.moving),
+        "held_here": gpu.barriers(consumers, copies),
         "held_free": gpu.barriers(consumers),
-        "moving_here": gpu.barriers(stages, 3 if for_keys else 2),
+        "moving_here": gpu.barriers(stages, copies + for_keys),
         "moving_free": gpu.barriers(stages, consumers),
     }
     if for_keys:
@@ -190,7 +192,13 @@ class _Backward:
         heads, key_heads = inputs.query.shape[2], inputs.key.shape[2]
         self.group = heads // key_heads
         self.heads = key_heads if for_keys else heads  # of a unit
-        self.dims = inputs.query.shape[3], inputs.value.shape[3]
+        dims, whole = (inputs.query.shape[3], inputs.value.shape[3]), whole_tiles(inputs)
+        of = lambda count, rows: tuple(
+            gpu.Matrices(self.dtype, count, rows, dim, whole) for dim in dims
+        )
+        self.held = of(tiles.consumers, ROWS)
+        self.moving = of(tiles.stages, tiles.columns)
+        self.interpreted = interpreted
         self.list_rows, self.list_heads, self.lines, self.blocks = lists
         self.units = inputs.query.shape[0] * self.heads * self.lines
         self.grid = min(gpu.MULTIPROCESSORS, self.units)
@@ -202,6 +210,9 @@ class _Backward:
         """What every warpgroup does."""
         warpgroup = lax.axis_index("warpgroup")
         self.refs, self.results = refs, results
+        for name, matrices in (("held", self.held), ("moving", self.moving)):
+            pairs = zip(shared[name], matrices, strict=True)
+            shared[name] = [gpu.bind(self.interpreted, ref, one)[0] for ref, one in pairs]
         self.shared = types.SimpleNamespace(**shared)
 
         @gpu.pl.when(warpgroup == self.tiles.consumers)
@@ -254,8 +265,7 @@ class _Backward:
             gpu.pl.when(lap > 0)(lambda w=w: plgpu.barrier_wait(shared.held_free.at[w]))
             rows = gpu.pl.ds(line * tiles.rows + w * ROWS, ROWS)
             for name, room in zip(held, shared.held, strict=True):
-                source = self.refs[name].at[row, rows, head, :]
-                plgpu.copy_gmem_to_smem(source, room.at[w], shared.held_here.at[w])
+                room.fetch(self.refs[name], row, rows, head, w, shared.held_here.at[w])
 
         def of_head(query_head, key_head, lists, step):
             moving_head = query_head if self.for_keys else key_head
@@ -269,8 +279,7 @@ class _Backward:
                 )
                 here = shared.moving_here.at[slot]
                 for name, room in zip(moving, shared.moving, strict=True):
-                    source = self.refs[name].at[row, columns, moving_head, :]
-                    plgpu.copy_gmem_to_smem(source, room.at[slot], here)
+                    room.fetch(self.refs[name], row, columns, moving_head, slot, here)
                 if self.for_keys:
                     source = self.refs["terms"].at[row, query_head, :, columns]
                     plgpu.copy_gmem_to_smem(source, shared.terms.at[slot], here)
@@ -286,7 +295,7 @@ class _Backward:
         plgpu, tiles, shared = gpu.plgpu, self.tiles, self.shared
         first_row = line * tiles.rows + warpgroup * ROWS
         plgpu.barrier_wait(shared.held_here.at[warpgroup])
-        sums = tuple(gpu.full((ROWS, self.dims[i]), 0.0) for i in self.summed)
+        sums = tuple(gpu.full((ROWS, self.held[i].columns), 0.0) for i in self.summed)
         taken = gpu.full((ROWS,), 0.0)
 
         def of_head(query_head, key_head, lists, carry):
@@ -318,11 +327,10 @@ class _Backward:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # all threads have done their products
         for i, total in zip(self.summed, sums, strict=True):
             scale = self.spec.softmax_scale if i == 0 else 1.0
-            shared.held[i].at[warpgroup][...] = (total * scale).astype(self.dtype)
+            shared.held[i].put(warpgroup, (total * scale).astype(self.dtype))
         plgpu.commit_smem()
         for i in self.summed:
-            target = self.results[i].at[row, rows, head, :]
-            plgpu.copy_smem_to_gmem(shared.held[i].at[warpgroup], target)
+            shared.held[i].store(self.results[i], row, rows, head, warpgroup)
         if len(self.results) > len(self.summed):
             self.results[-1][row, head, rows] = taken
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -391,12 +399,12 @@ class _Walked:
             taken, *left = values
             self.start_products((logits, d_weights), slot)
             self.sum_up(sums, [x[...] for x in left], before)
-            weights = self.weights(
-                j, slot, with_mask, self.engine.read(logits, unfinished=len(sums) + 1)
-            )
-            new_left, new_taken = self.gradients_of(
-                weights, j, slot, self.engine.read(d_weights, unfinished=len(sums)), taken[...]
-            )
+            # Matmuls that were begun after the first product, and after the second.
+            after = sum(shared.moving[i].shape.strips for i in self.work.summed)
+            both = after + shared.moving[1].shape.strips
+            found = self.weights(j, slot, with_mask, self.engine.read(logits, both))
+            d_weights = self.engine.read(d_weights, after)
+            new_left, new_taken = self.gradients_of(found, j, slot, d_weights, taken[...])
             new_left, taken[...] = lax.optimization_barrier((new_left, new_taken))
             self.engine.wait()
             for ref, x in zip(left, new_left, strict=True):
@@ -435,13 +443,13 @@ class _Walked:
 
     def start_products(self, accumulators, slot, which=(0, 1)) -> None:
         for accumulator, i in zip(accumulators, which, strict=True):
-            right = self.shared.moving[i].at[slot].transpose((1, 0))
-            self.engine.matmul(accumulator, self.shared.held[i].at[self.warpgroup], right)
+            held, moving = self.shared.held[i], self.shared.moving[i]
+            self.engine.inner(accumulator, held, self.warpgroup, moving, slot)
 
     def sum_up(self, accumulators, left, slot) -> None:
         """Add a tile: weights times gradients of outputs, gradients of logits times the rest."""
         for accumulator, x, i in zip(accumulators, left, self.work.summed, strict=True):
-            self.engine.matmul(accumulator, x, self.shared.moving[i].at[slot])
+            self.engine.outer(accumulator, x, self.shared.moving[i], slot)
 
     def gradients(self, j, slot, with_mask, hidden, taken):
         """Both products of a tile, and what becomes of them."""

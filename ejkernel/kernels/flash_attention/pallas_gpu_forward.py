@@ -54,9 +54,16 @@ class Tiles:
         return 2 * rows * (head_dim + value_dim) <= gpu.SHARED_BYTES
 
 
+def whole_tiles(inputs: Inputs) -> bool:
+    """Whether lengths and dims are multiples of what the tensor cores' tiles have."""
+    lengths = inputs.query.shape[1], inputs.key.shape[1]
+    dims = inputs.query.shape[3], inputs.value.shape[3]
+    return not any(x % 8 for x in lengths) and not any(x % 16 for x in dims)
+
+
 def forward(inputs: Inputs, spec: Spec, tiles: Tiles, interpreted: bool = False) -> Outputs:
     """Output and log-sum-exp."""
-    b, t, n, h = inputs.query.shape
+    b, t, n, _ = inputs.query.shape
     s, v = inputs.value.shape[1], inputs.value.shape[3]
     rule = inputs.mask or Everything()
     lines, blocks = -(-t // tiles.block_q), -(-s // tiles.block_k)
@@ -79,10 +86,13 @@ def forward(inputs: Inputs, spec: Spec, tiles: Tiles, interpreted: bool = False)
         **({} if sinks is None else {"sinks": sinks}),
     }
     work = _Forward(spec, tiles, operands, inputs, plan.index.shape, interpreted)
-    apart = tiles.results_apart(h, v)
-    query = gpu.shared_tile(inputs.query.dtype, tiles.consumers, ROWS, h)
-    result = gpu.shared_tile(inputs.query.dtype, tiles.consumers, ROWS, v)
-    stages, consumers = tiles.stages, tiles.consumers
+    matrices, stages, consumers = work.matrices, tiles.stages, tiles.consumers
+    take = functools.partial(gpu.allocate, interpreted)
+    scratch = {"keys": take(matrices["keys"]), "values": take(matrices["values"])}
+    if work.apart:
+        scratch |= {name: take(matrices[name]) for name in ("queries", "results")}
+    else:
+        scratch["queries"] = take(matrices["queries"], matrices["results"])
 
     def body(*refs: Any, **shared: Any) -> None:
         work.body(dict(zip(arrays, refs, strict=False)), *refs[len(arrays) :], **shared)
@@ -95,14 +105,12 @@ def forward(inputs: Inputs, spec: Spec, tiles: Tiles, interpreted: bool = False)
             jax.ShapeDtypeStruct((b, n, q_size), jnp.float32),
         ),
         scratch_types={
-            "queries": (query, result) if apart else gpu.plgpu.RefUnion(query, result),
-            "keys": gpu.shared_tile(inputs.key.dtype, stages, tiles.block_k, h),
-            "values": gpu.shared_tile(inputs.value.dtype, stages, tiles.block_k, v),
-            "query_here": gpu.barriers(consumers),
+            **scratch,
+            "query_here": gpu.barriers(consumers, matrices["queries"].strips),
             "query_free": gpu.barriers(consumers),
-            "key_here": gpu.barriers(stages),
+            "key_here": gpu.barriers(stages, matrices["keys"].strips),
             "key_free": gpu.barriers(stages, consumers),
-            "value_here": gpu.barriers(stages),
+            "value_here": gpu.barriers(stages, matrices["values"].strips),
             "value_free": gpu.barriers(stages, consumers),
             "turn": gpu.barriers(consumers),
         },
@@ -126,19 +134,37 @@ class _Forward:
 
     def __init__(self, spec, tiles, operands, inputs, lists, interpreted):
         self.spec, self.tiles, self.operands = spec, tiles, operands
-        self.batch, _, self.heads, self.head_dim = inputs.query.shape
+        self.batch, _, self.heads, _ = inputs.query.shape
         self.group = self.heads // inputs.key.shape[2]
-        self.value_dim, self.dtype = inputs.value.shape[3], inputs.query.dtype
+        self.dtype = inputs.query.dtype
         self.list_rows, self.list_heads, self.lines, self.blocks = lists
         self.units = self.batch * self.heads * self.lines
         self.grid = min(gpu.MULTIPROCESSORS, self.units)
         self.engine = gpu.EMULATION if interpreted else gpu.HARDWARE
-        self.apart = tiles.results_apart(self.head_dim, self.value_dim)
+        whole = whole_tiles(inputs)
+        self.matrices = {
+            name: gpu.Matrices(self.dtype, count, rows, dim, whole)
+            for name, count, rows, dim in (
+                ("queries", tiles.consumers, ROWS, inputs.query.shape[3]),
+                ("results", tiles.consumers, ROWS, inputs.value.shape[3]),
+                ("keys", tiles.stages, tiles.block_k, inputs.key.shape[3]),
+                ("values", tiles.stages, tiles.block_k, inputs.value.shape[3]),
+            )
+        }
+        self.value_columns = self.matrices["values"].columns
+        self.apart = tiles.results_apart(self.matrices["queries"].columns, self.value_columns)
+        self.interpreted = interpreted
 
     def body(self, refs: dict[str, Any], out, lse, **shared: Any) -> None:
         """What every warpgroup does."""
         warpgroup = lax.axis_index("warpgroup")
         self.refs, self.out, self.lse = refs, out, lse
+        bind = functools.partial(gpu.bind, self.interpreted)
+        for name in ("keys", "values", *(("queries", "results") if self.apart else ())):
+            (shared[name],) = bind(shared[name], self.matrices[name])
+        if not self.apart:
+            both = (self.matrices[name] for name in ("queries", "results"))
+            shared["queries"], shared["results"] = bind(shared["queries"], *both)
         self.shared = types.SimpleNamespace(**shared)
 
         @gpu.pl.when(warpgroup == self.tiles.consumers)
@@ -175,11 +201,8 @@ class _Forward:
         for w in range(tiles.consumers):
             gpu.pl.when(lap > 0)(lambda w=w: plgpu.barrier_wait(self.shared.query_free.at[w]))
             rows = gpu.pl.ds(line * tiles.block_q + w * ROWS, ROWS)
-            plgpu.copy_gmem_to_smem(
-                self.refs["query"].at[row, rows, head, :],
-                self.shared.queries[0].at[w],
-                self.shared.query_here.at[w],
-            )
+            here = self.shared.query_here.at[w]
+            self.shared.queries.fetch(self.refs["query"], row, rows, head, w, here)
         key_head = lax.div(head, self.group)
 
         def tile(j, step):
@@ -194,9 +217,7 @@ class _Forward:
                 gpu.pl.when(step >= tiles.stages)(
                     lambda free=free: plgpu.barrier_wait(free.at[slot])
                 )
-                plgpu.copy_gmem_to_smem(
-                    self.refs[name].at[row, rows, key_head, :], room.at[slot], here.at[slot]
-                )
+                room.fetch(self.refs[name], row, rows, key_head, slot, here.at[slot])
             return step + 1
 
         return lax.fori_loop(0, self.refs["count"][lists], tile, step)
@@ -207,7 +228,7 @@ class _Forward:
         count, partial = self.refs["count"][lists], self.refs["partial"][lists]
         first_row = line * tiles.block_q + warpgroup * ROWS
         tile = Tile(self.spec, self.operands, self.refs, row, head, first_row, tiles.block_k)
-        queries = self.shared.queries[0].at[warpgroup]
+        shared = self.shared
         masked = self.operands.masked
 
         def softmax(products, j, with_mask, peak, mass):
@@ -230,8 +251,7 @@ class _Forward:
         plgpu.barrier_wait(self.shared.key_here.at[slot])
 
         def first(accumulators, values):
-            keys = self.shared.keys.at[slot].transpose((1, 0))
-            engine.matmul(accumulators[0], queries, keys)
+            engine.inner(accumulators[0], shared.queries, warpgroup, shared.keys, slot)
 
         nothing = gpu.full((ROWS, tiles.block_k), 0.0)
         ((logits,), _) = engine.run(first, (nothing,))
@@ -252,12 +272,12 @@ class _Forward:
             def both(accumulators, values):
                 total, logits = accumulators
                 peak, mass, weights, shrink = values
-                engine.matmul(logits, queries, self.shared.keys.at[slot].transpose((1, 0)))
-                engine.matmul(total, weights[...], self.shared.values.at[before])
+                engine.inner(logits, shared.queries, warpgroup, shared.keys, slot)
+                engine.outer(total, weights[...], shared.values, before)
                 if tiles.turns:
                     following = lax.rem(warpgroup + 1, tiles.consumers)
                     plgpu.barrier_arrive(self.shared.turn.at[following])
-                new_logits = engine.read(logits, unfinished=1)
+                new_logits = engine.read(logits, unfinished=shared.values.shape.strips)
                 plgpu.barrier_arrive(self.shared.key_free.at[slot])
                 found = softmax(new_logits, j, with_mask, peak[...], mass[...])
                 # Everything up to here happens before the wait below, hidden behind the product.
@@ -276,7 +296,7 @@ class _Forward:
             *state, shrink = state
             return step + 1, total * gpu.along_rows(shrink, total.shape), *state
 
-        carry = (step + 1, gpu.full((ROWS, self.value_dim), 0.0), peak, mass, weights)
+        carry = (step + 1, gpu.full((ROWS, self.value_columns), 0.0), peak, mass, weights)
         start = 1
         if masked:
             carry = lax.fori_loop(1, partial, functools.partial(next_tile, True), carry)
@@ -288,7 +308,7 @@ class _Forward:
         slot = lax.rem(step - 1, tiles.stages)
 
         def last(accumulators, values):
-            engine.matmul(accumulators[0], weights, self.shared.values.at[slot])
+            engine.outer(accumulators[0], weights, shared.values, slot)
 
         ((total,), _) = engine.run(last, (total,))
         plgpu.barrier_arrive(self.shared.value_free.at[slot])
@@ -307,11 +327,9 @@ class _Forward:
         total = (total * gpu.along_rows(share, total.shape)).astype(self.dtype)
         rows = gpu.pl.ds(first_row, ROWS)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the memory may hold the last result
-        self.shared.queries[1].at[warpgroup][...] = total
+        self.shared.results.put(warpgroup, total)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(
-            self.shared.queries[1].at[warpgroup], self.out.at[row, rows, head, :]
-        )
+        self.shared.results.store(self.out, row, rows, head, warpgroup)
         self.lse[row, head, rows] = lse
         if not self.apart:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
