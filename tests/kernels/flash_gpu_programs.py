@@ -123,7 +123,10 @@ def _programs():
         for name in FEATURES if head_dim == 128 else DIFFERENT:
             extras = {"queries": 4093} if name == "odd" else {}
             extras |= {"soft_cap": 50.0} if name == "soft_cap" else {"dropout": name == "dropout"}
+            extras |= {"bias": (1, 8, 4096, 4096)} if name == "bias" else {}
             inputs, spec = call(**extras, **dims)
+            if pallas_gpu.why_not(inputs, spec, H200):
+                continue
             for params in implementation.forward.choices(inputs, spec, H200):
                 tiles = pallas_gpu.chosen_tiles(inputs, params)
                 sizes = f"{tiles.block_q}x{tiles.block_k}x{tiles.stages}"

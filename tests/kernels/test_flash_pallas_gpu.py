@@ -19,6 +19,7 @@ from ejkernel import settings
 from ejkernel.kernels.common import mosaic_gpu
 from ejkernel.kernels.flash_attention import pallas_gpu, pallas_gpu_walk, reference
 from ejkernel.kernels.flash_attention.inputs import Dropout, Inputs, Spec
+from ejkernel.kernels.flash_attention.pallas_gpu_forward import Tiles
 from ejkernel.types.rules import (
     And,
     Band,
@@ -303,15 +304,18 @@ INTERPRETED = {
 }
 
 
+needs_interpreter = pytest.mark.skipif(
+    mosaic_gpu.why_missing(interpreted=True) is not None,
+    reason=str(mosaic_gpu.why_missing(interpreted=True)),
+)
+
+
 def _interpreted_call(name):
     inputs, spec = programs.call(**(SMALL | INTERPRETED[name]))
     return _draw(inputs), spec
 
 
-@pytest.mark.skipif(
-    mosaic_gpu.why_missing(interpreted=True) is not None,
-    reason=str(mosaic_gpu.why_missing(interpreted=True)),
-)
+@needs_interpreter
 @pytest.mark.parametrize(
     "name",
     [
@@ -325,10 +329,7 @@ def test_interpreted_it_computes_attention(name):
         _check(*_interpreted_call(name))
 
 
-@pytest.mark.skipif(
-    mosaic_gpu.why_missing(interpreted=True) is not None,
-    reason=str(mosaic_gpu.why_missing(interpreted=True)),
-)
+@needs_interpreter
 @pytest.mark.parametrize(
     "name",
     [
@@ -342,6 +343,25 @@ def test_interpreted_it_computes_gradients(name):
         pytest.skip(reason)
     with settings.override(interpret=True):
         _check_backward(inputs, spec)
+
+
+@needs_interpreter
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["causal", "packed", "dims_apart", "odd_lengths"])
+def test_every_access_is_ordered_by_a_barrier(name, monkeypatch):
+    monkeypatch.setattr(mosaic_gpu, "detect_races", True)
+    inputs, spec = _interpreted_call(name)
+    with settings.override(interpret=True):
+        _check(inputs, spec)
+        _check_backward(inputs, spec)
+
+
+def test_results_never_reach_into_other_queries():
+    """Where they share memory, a warpgroup's results lie exactly where its queries lay."""
+    for head_dim in range(16, 257, 16):
+        for value_dim in range(16, 257, 16):
+            for tiles in (Tiles(2, 128, 2), Tiles(2, 64, 4), Tiles(3, 64, 4)):
+                assert tiles.results_apart(head_dim, value_dim) or head_dim == value_dim
 
 
 def _refused_backward(inputs, spec):
@@ -366,6 +386,8 @@ def test_every_feature_in_every_candidate_on_the_card(name, dims):
     """Long enough for several units a block of threads and all slots to be used again."""
     feature = programs.FEATURES[name]()
     inputs, spec = programs.call(head_dim=dims[0], value_dim=dims[1], **feature)
+    if reason := pallas_gpu.why_not(inputs, spec, H200):
+        pytest.skip(reason)
     inputs = _draw(inputs)
     for params in pallas_gpu.IMPLEMENTATION.forward.choices(inputs, spec, H200):
         _check(inputs, spec, params, runs=2)

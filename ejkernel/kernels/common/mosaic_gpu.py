@@ -21,6 +21,9 @@ SHARED_BYTES = 232448 - 4096
 # Threads of all warpgroups of a block share the register file of a multiprocessor.
 REGISTERS = 65536
 
+# Whether the interpreter looks for accesses that no barrier orders, which takes some time.
+detect_races = False
+
 try:
     # JAX 0.10 needs absl-py for it, which it does not install.
     plgpu: Any = importlib.import_module("jax.experimental.pallas.mosaic_gpu")
@@ -160,7 +163,7 @@ def kernel(body: Callable[..., None], interpreted: bool, **arguments: Any) -> Ca
     """`plgpu.kernel` with layouts said by hand, fast `exp2`, and no barriers but our own."""
     # Only JAX 0.12 tells the interpreter by argument.
     if interpreted:
-        arguments["interpret"] = plgpu.InterpretGPUParams()
+        arguments["interpret"] = plgpu.InterpretGPUParams(detect_races=detect_races)
     return plgpu.kernel(
         body,
         compiler_params=plgpu.CompilerParams(
@@ -301,12 +304,18 @@ class Emulation(Hardware):
         for strip in range(left.shape.strips):
             a, b = (x.at(k, strip)[...].astype(jnp.float32) for x, k in ((left, i), (right, j)))
             accumulator.value += jnp.dot(a, b.T, precision=lax.Precision.HIGHEST)
+        self._as_the_tensor_cores_read()
 
     def outer(self, accumulator: Any, left: jax.Array, right: Bound, j: Any) -> None:
         strips = [right.at(j, strip)[...] for strip in range(right.shape.strips)]
         whole = jnp.concatenate(strips, axis=1).astype(jnp.float32)
         left = left.astype(jnp.float32)
         accumulator.value += jnp.dot(left, whole, precision=lax.Precision.HIGHEST)
+        self._as_the_tensor_cores_read()
+
+    def _as_the_tensor_cores_read(self) -> None:
+        """They read as copies write; a thread's own reads need a fence before the next copy."""
+        plgpu.commit_smem()
 
     def read(self, accumulator: Any, unfinished: int) -> jax.Array:
         return accumulator.value

@@ -53,12 +53,14 @@ def why_not(inputs: Inputs, spec: Spec, device: Device) -> str | None:
         return "needs at least one query and one key"
     if not spec.softmax_scale > 0:
         return f"needs a positive softmax_scale, got {spec.softmax_scale}"
+    if _default(inputs) is None:
+        return f"has no registers for dropout with a value dim of {inputs.value.shape[3]}"
     return pallas_gpu_walk.why_not(inputs.mask or Everything())
 
 
 def heuristic(inputs: Inputs, spec: Spec, device: Device) -> FwdParams:
     """The tiles expected to be fastest."""
-    return _params(_default(inputs))
+    return _params(chosen_tiles(inputs, None))
 
 
 def candidates(inputs: Inputs, spec: Spec, device: Device) -> list[FwdParams]:
@@ -71,7 +73,7 @@ def candidates(inputs: Inputs, spec: Spec, device: Device) -> list[FwdParams]:
 
 def chosen_tiles(inputs: Inputs, params: FwdParams | None) -> Tiles:
     """The tiles asked for, in sizes that the hardware has; the others by default."""
-    default = _default(inputs)
+    default = _default(inputs) or Tiles(1, 64, 2)
     if params is None:
         return default
     head_dim, value_dim = _dims(inputs)
@@ -87,13 +89,13 @@ def _dims(inputs: Inputs) -> tuple[int, int]:
     return head_dim, value_dim
 
 
-def _default(inputs: Inputs) -> Tiles:
+def _default(inputs: Inputs) -> Tiles | None:
     for consumers in (1,) if inputs.query.shape[1] <= ROWS else (2, 1):
         for block_k in (128, 64):
             tiles = _fitting(consumers, block_k, *_dims(inputs))
             if tiles and _in_registers(tiles, inputs):
                 return tiles
-    return Tiles(1, 64, 2)
+    return None
 
 
 def _fitting(
@@ -110,6 +112,8 @@ def _in_registers(tiles: Tiles, inputs: Inputs) -> bool:
     own = _dims(inputs)[1] // 2 + tiles.block_k * 3 // 4
     if inputs.dropout is not None:  # the bits of every weight as well
         own += tiles.block_k // 2
+    if inputs.bias is not None:
+        own += 8
     if not pallas_gpu_forward.whole_tiles(inputs):  # where each strip is
         own += 16
     return own <= {1: 192, 2: 176, 3: 112}[tiles.consumers]

@@ -43,15 +43,19 @@ class Tiles:
 
     def shared_bytes(self, head_dim: int, value_dim: int) -> int:
         """Shared memory for queries, keys, values, and results where they lie apart."""
-        query, result = self.block_q * head_dim, self.block_q * value_dim
-        if self.results_apart(head_dim, value_dim):
-            query += result
-        return 2 * (max(query, result) + self.stages * self.block_k * (head_dim + value_dim))
+        apart = self.results_apart(head_dim, value_dim)
+        held = self.block_q * (head_dim + (value_dim if apart else 0))
+        return 2 * (held + self.stages * self.block_k * (head_dim + value_dim))
 
     def results_apart(self, head_dim: int, value_dim: int) -> bool:
-        """Whether results have memory of their own, so that the next queries may come early."""
+        """Whether results have memory of their own, so that the next queries may come early.
+
+        If not, those of a warpgroup lie where its queries lay, which takes equal dims: otherwise
+        they would reach into the queries of another.
+        """
         rows = self.block_q + self.stages * self.block_k
-        return 2 * rows * (head_dim + value_dim) <= gpu.SHARED_BYTES
+        fits = 2 * rows * (head_dim + value_dim) <= gpu.SHARED_BYTES
+        return fits or head_dim != value_dim
 
 
 def whole_tiles(inputs: Inputs) -> bool:
