@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conformance.cases import Case
-from conformance.oracle import assert_as_good_as_rounding, value_and_gradients
+from conformance.oracle import assert_as_good_as_rounding
 
 from ejkernel import settings
+from ejkernel.cli.oracle import with_gradients
 from ejkernel.errors import UnsupportedError
 from ejkernel.kernels.common import triton_bridge
 from ejkernel.kernels.flash_attention import OP, triton_gpu
@@ -81,7 +82,7 @@ def check(workload, dtype, cfg):
     case = Case(OP, SOURCE, workload)
     call = case.call(dtype)
     run = lambda inputs: executor.run(OP, inputs, call.spec, Request(cfg=cfg))
-    outputs, gradients = value_and_gradients(run, call.inputs)
+    outputs, gradients = with_gradients(run)(call.inputs)
     assert outputs.out.dtype == dtype
     assert outputs.lse.dtype == jnp.float32
     assert_as_good_as_rounding(case, dtype, "values", outputs)
