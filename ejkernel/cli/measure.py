@@ -31,13 +31,18 @@ def memory(compiled: Any) -> Memory:
 
 
 def interleaved(*calls: Callable[[], Any], rounds: int, warmup: int = 1) -> list[float]:
-    """Seconds of the fastest run of each call; they take turns, so that noise meets all alike."""
+    """Seconds of the fastest run of each call; they take turns, so that noise meets all alike.
+
+    Each runs once more before it is timed: what the one before has left in the caches, and taken
+    from the allocator, is not counted against it.
+    """
     for call in calls:
         for _ in range(warmup):
             jax.block_until_ready(call())
     best = [float("inf")] * len(calls)
     for _ in range(rounds):
         for index, call in enumerate(calls):
+            jax.block_until_ready(call())
             began = time.perf_counter()
             jax.block_until_ready(call())
             best[index] = min(best[index], time.perf_counter() - began)
