@@ -45,9 +45,9 @@ def backward(
             _part(*_cut(inputs, residuals, d_outputs, heads, start, part), spec, size, start, vmem)
             for start in range(0, q_len, part)
         ]
-        for heads in _head_parts(inputs, size.heads)
+        for heads in _head_parts(inputs, size)
     ]
-    order = np.argsort(np.concatenate(_head_parts(inputs, size.heads)))
+    order = np.argsort(np.concatenate(_head_parts(inputs, size)))
     assemble = lambda which, axis, heads_axis: jnp.concatenate(
         [jnp.concatenate([x[which] for x in row], axis) for row in rows], heads_axis
     )[(slice(None),) * heads_axis + (order,)]
@@ -66,9 +66,12 @@ def backward(
     )
 
 
-def _head_parts(inputs: Inputs, heads: int) -> list[np.ndarray]:
-    """Query heads that are worked on together: `heads` of each key head."""
-    every = np.arange(inputs.query.shape[2]).reshape(inputs.key.shape[2], -1, heads)
+def _head_parts(inputs: Inputs, size: TileSize) -> list[np.ndarray]:
+    """Query heads that one kernel works on: some of each key head, or all with their own masks."""
+    every = np.arange(inputs.query.shape[2])
+    if (inputs.mask or Everything()).heads > 1:
+        return [every]
+    every = every.reshape(inputs.key.shape[2], -1, size.heads)
     return [every[:, i].reshape(-1) for i in range(every.shape[1])]
 
 
