@@ -8,10 +8,13 @@ import pytest
 from ejkernel import settings
 from ejkernel.cli.oracle import Truth, with_dtype, with_gradients
 from ejkernel.kernels.common.tile_list import tile_list
+from ejkernel.kernels.common.tpu_memory import core_of
 from ejkernel.kernels.flash_attention import pallas_tpu
+from ejkernel.kernels.flash_attention.inputs import Inputs, Spec
 from ejkernel.modules import FlashAttentionConfig, flash_attention
 from ejkernel.ops import BwdParams, FwdParams, default_executor, executor
 from ejkernel.ops.executor import Request
+from ejkernel.ops.platform import Device
 from ejkernel.ops.workload import Workload, boolean, normal, value
 from ejkernel.types import MaskInfo
 from ejkernel.types.rules import Band, KeyLength, Segments
@@ -100,10 +103,6 @@ def test_a_block_that_sees_nothing_has_one_tile_all_the_same():
 
 @pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x"])
 def test_default_tiles_shrink_until_they_fit(kind):
-    from ejkernel.kernels.common.tpu_memory import core_of
-    from ejkernel.kernels.flash_attention.inputs import Inputs, Spec
-    from ejkernel.ops.platform import Device
-
     device = Device("tpu", kind, None, kind)
     shape = lambda *x: jax.ShapeDtypeStruct(x, jnp.float32)
     inputs = Inputs(shape(1, 65536, 32, 256), shape(1, 65536, 1, 256), shape(1, 65536, 1, 256))
@@ -115,3 +114,14 @@ def test_default_tiles_shrink_until_they_fit(kind):
     needed += pallas_tpu._kept_bytes(inputs, size, backward.blocksize_m)
     assert forward.q_blocksize % 128 == backward.blocksize_m % 128 == 0
     assert needed <= core_of(device).vmem
+
+
+def test_a_list_that_scalar_memory_cannot_hold_is_refused():
+    shape = lambda *x: jax.ShapeDtypeStruct(x, jnp.bfloat16)
+    ids = jnp.zeros((64, 65536), jnp.int32)
+    array = shape(64, 65536, 8, 128)
+    device = Device("tpu", "TPU v5 lite", None, "")
+    many = Inputs(array, array, array, mask=Segments(ids, ids))
+    assert "scalar memory" in (pallas_tpu.why_not(many, Spec(softmax_scale=1.0), device) or "")
+    few = many._replace(mask=Band(None, 0))
+    assert pallas_tpu.why_not(few, Spec(softmax_scale=1.0), device) is None

@@ -24,15 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ejkernel.kernels.common.precision import matmul
+
 # Stands for -inf, with which a sum of products with zeros would not be a number.
 _LEAST = -1e30
-
-
-def matmul(equation: str, left: jax.Array, right: jax.Array) -> jax.Array:
-    """`einsum` at full precision where the user has not asked for less."""
-    asked = getattr(jax.config, "jax_default_matmul_precision", None)
-    precision = lax.Precision.HIGHEST if asked is None else None
-    return jnp.einsum(equation, left, right, precision=precision)
 
 
 class Slopes(NamedTuple):

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import jax
 
-from ejkernel.kernels.common.recurrence import Slopes, Still, fading, matmul
+from ejkernel.kernels.common.precision import matmul
+from ejkernel.kernels.common.recurrence import Slopes, Still, fading
 
 
 class Chunk(NamedTuple):

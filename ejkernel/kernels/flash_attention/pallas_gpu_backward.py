@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.scipy.special import logsumexp
 
 from ejkernel.kernels.common import mosaic_gpu as gpu
+from ejkernel.kernels.common.sinks import per_sink, share_of_keys
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
 from ejkernel.kernels.flash_attention.pallas_gpu_forward import whole_tiles
 from ejkernel.kernels.flash_attention.pallas_gpu_tile import LOG2_E, ROWS, Operands, Tile
@@ -70,7 +70,7 @@ def backward(
     if inputs.sinks is not None:
         # What weights and their gradients sum to, from which the kernel has taken delta.
         taken = sums[0][..., : terms.share.shape[2]] - jnp.where(terms.seen, terms.start, 0.0)
-        d_sinks = _per_sink(inputs.sinks, -((1.0 - terms.share) * taken).sum((0, 2)))
+        d_sinks = per_sink(-((1.0 - terms.share) * taken).sum((0, 2)), inputs.sinks)
     return Inputs(d_query, d_key, d_value, sinks=d_sinks, mask=None)
 
 
@@ -97,23 +97,13 @@ def _row_terms(inputs: Inputs, residuals: Outputs, d_outputs: Outputs, spec: Spe
         safe = safe * (-1.0 / (spec.softmax_scale * LOG2_E))
     share = jnp.ones_like(lse)
     if inputs.sinks is not None:
-        sinks = logsumexp(inputs.sinks.astype(jnp.float32), axis=-1, keepdims=True)
-        share = jax.nn.sigmoid(jnp.where(seen, lse - sinks, 0.0))
+        share = share_of_keys(lse, inputs.sinks)
     return _Terms(safe, d_lse - share * delta, share, seen)
 
 
 def _starts_with_lse(spec: Spec) -> bool:
     """Whether products can begin with lse, which then needs no registers of its own."""
     return spec.logits_soft_cap is None
-
-
-def _per_sink(sinks: jax.Array, d_lse: jax.Array) -> jax.Array:
-    """The gradient of each sink from that of a head's sinks together, [n]."""
-    d_lse = d_lse[:, None] if sinks.shape[0] > 1 else d_lse.sum(keepdims=True)[:, None]
-    logits = sinks.astype(jnp.float32)
-    lse = logsumexp(logits, axis=-1, keepdims=True)
-    parts = jnp.exp(logits - jnp.where(lse > -jnp.inf, lse, 0.0))  # all -inf: no part, not NaN
-    return (parts * d_lse).astype(sinks.dtype)
 
 
 def _run(inputs, d_out, spec, terms, interpreted, tiles: Tiles, for_keys: bool) -> tuple:

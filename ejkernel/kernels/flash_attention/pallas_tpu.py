@@ -17,6 +17,7 @@ from ejkernel.kernels.flash_attention.pallas_tpu_call import LANES, TileSize
 from ejkernel.ops.config import BwdParams, FwdParams
 from ejkernel.ops.implementation import Implementation, Pass
 from ejkernel.ops.platform import Device
+from ejkernel.types.rules import Everything
 
 # From the best that a tile can be to the least: halved in turn until it fits.
 _FORWARD = ((512, 1024), (512, 512), (256, 512), (256, 256), (128, 256), (128, 128))
@@ -160,7 +161,18 @@ def why_not(inputs: Inputs, spec: Spec, device: Device) -> str | None:
     dtypes = {str(x.dtype) for x in inputs[:3]}
     if len(dtypes) > 1 or not dtypes <= {"float32", "bfloat16"}:
         return f"needs float32 or bfloat16 alone, got {', '.join(sorted(dtypes))}"
+    tile = heuristic_backward(inputs, spec, device)
+    listed = _list_bytes(inputs, tile.q_blocksize or LANES, tile.kv_blocksize or LANES)
+    if listed > _SHARE * core_of(device).smem:
+        return "has no room in scalar memory for a list of so many tiles"
     return None
+
+
+def _list_bytes(inputs: Inputs, queries: int, keys: int) -> int:
+    """What the list of tiles takes at most."""
+    rule = inputs.mask or Everything()
+    rows = -(-inputs.query.shape[1] // queries) * (rule.batch_size or 1) * rule.heads
+    return 8 * rows * -(-inputs.key.shape[1] // keys)
 
 
 def why_not_backward(inputs: Inputs, spec: Spec, device: Device) -> str | None:

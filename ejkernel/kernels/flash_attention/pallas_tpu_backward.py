@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.scipy.special import logsumexp
 
+from ejkernel.kernels.common.sinks import per_sink, share_of_keys
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
 from ejkernel.kernels.flash_attention.pallas_tpu_call import (
     LOG2_E,
@@ -23,7 +23,6 @@ from ejkernel.kernels.flash_attention.pallas_tpu_call import (
     TileSize,
     product,
 )
-from ejkernel.kernels.flash_attention.xla_backward import per_sink
 from ejkernel.types.block_map import EMPTY, FULL, PARTIAL
 from ejkernel.types.rules import Everything
 
@@ -52,16 +51,16 @@ def backward(
         [jnp.concatenate([x[which] for x in row], axis) for row in rows], heads_axis
     )[(slice(None),) * heads_axis + (order,)]
     total = lambda which: functools.reduce(jnp.add, [x[which] for row in rows for x in row])
-    d_share = None
+    d_sinks = None
     if inputs.sinks is not None:
         shares = [functools.reduce(jnp.add, [x[4] for x in row]) for row in rows]
-        d_share = jnp.concatenate(shares)[order]
+        d_sinks = per_sink(jnp.concatenate(shares)[order], inputs.sinks)
     return Inputs(
         query=assemble(0, 1, 2).astype(inputs.query.dtype),
         key=total(1).astype(inputs.key.dtype),
         value=total(2).astype(inputs.value.dtype),
         bias=None if inputs.bias is None else assemble(3, 2, 1).astype(inputs.bias.dtype),
-        sinks=per_sink(d_share, inputs.sinks),
+        sinks=d_sinks,
         mask=None,
     )
 
@@ -280,6 +279,5 @@ def _row_terms(inputs: Inputs, residuals: Outputs, d_outputs: Outputs):
     lse = jnp.where(seen, residuals.lse * LOG2_E, jnp.inf)
     if inputs.sinks is None:
         return lse, delta - d_outputs.lse, None
-    sinks = logsumexp(inputs.sinks.astype(jnp.float32), axis=-1, keepdims=True)
-    share = jax.nn.sigmoid(jnp.where(seen, residuals.lse - sinks, 0.0))
+    share = share_of_keys(residuals.lse, inputs.sinks)
     return lse, share * delta - d_outputs.lse, share

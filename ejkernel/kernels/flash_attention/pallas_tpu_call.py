@@ -19,6 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel import settings
 from ejkernel.kernels.common import dropout
+from ejkernel.kernels.common.precision import precision
 from ejkernel.kernels.common.tile_list import TileList, tile_list
 from ejkernel.kernels.common.tpu_mask import TileMask
 from ejkernel.kernels.flash_attention.inputs import Inputs, Spec
@@ -343,12 +344,10 @@ def _line(size: int, axis: int) -> tuple[int, int]:
 
 def product(left: jax.Array, right: jax.Array, *, transpose_right: bool = False) -> jax.Array:
     """`left @ right`, or with the right one transposed, accumulated in float32."""
-    exact = left.dtype == jnp.float32
-    asked = getattr(jax.config, "jax_default_matmul_precision", None)
     return jax.lax.dot_general(
         left,
         right,
         (((1,), (1 if transpose_right else 0,)), ((), ())),
-        precision=jax.lax.Precision.HIGHEST if exact and asked is None else None,
+        precision=precision() if left.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
     )

@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.scipy.special import logsumexp
 
 from ejkernel.kernels.common import triton_bridge
+from ejkernel.kernels.common.sinks import per_sink, share_of_keys
 from ejkernel.kernels.flash_attention import (
     triton_gpu_backward,
     triton_gpu_bias,
@@ -54,7 +54,7 @@ def backward(
         terms[0] = triton_bridge.after(terms[0], d_query)
         d_bias = triton_gpu_bias.bias_gradient(inputs, d_out, terms, rows, *by_queries[2:])
     if inputs.sinks is not None:
-        d_sinks = _per_sink(-(taken * (1.0 - terms[2])).sum((0, 2)), inputs.sinks)
+        d_sinks = per_sink(-(taken * (1.0 - terms[2])).sum((0, 2)), inputs.sinks)
     return Inputs(d_query, d_key, d_value, bias=d_bias, sinks=d_sinks, mask=None)
 
 
@@ -72,18 +72,8 @@ def row_terms(inputs: Inputs, residuals: Outputs, d_outputs: Outputs) -> list[ja
     safe_lse = jnp.where(seen, lse * _LOG2_E, jnp.inf)
     if inputs.sinks is None:
         return [safe_lse, delta - d_lse, jnp.zeros((16,), jnp.float32)]
-    sinks_lse = logsumexp(inputs.sinks.astype(jnp.float32), axis=-1, keepdims=True)  # [1 or n, 1]
-    share = jax.nn.sigmoid(jnp.where(seen, lse - sinks_lse, 0.0))
+    share = share_of_keys(lse, inputs.sinks)
     return [safe_lse, share * delta - d_lse, share]
-
-
-def _per_sink(d_lse: jax.Array, sinks: jax.Array) -> jax.Array:
-    """The gradient of each sink from that of a head's sinks together, [n]."""
-    d_lse = d_lse[:, None] if sinks.shape[0] > 1 else d_lse.sum(keepdims=True)[:, None]
-    logits = sinks.astype(d_lse.dtype)
-    lse = logsumexp(logits, axis=-1, keepdims=True)
-    parts = jnp.exp(logits - jnp.where(lse > -jnp.inf, lse, 0.0))  # all -inf: no part, not NaN
-    return (parts * d_lse).astype(sinks.dtype)
 
 
 def forward_shape(inputs: Inputs, spec: Spec, params: FwdParams) -> Shape:

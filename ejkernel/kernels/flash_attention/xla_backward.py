@@ -6,13 +6,13 @@ are stored; the fifth gives the gradient of the queries transposed, which costs 
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.scipy.special import logsumexp
 
+from ejkernel.kernels.common.precision import matmul
+from ejkernel.kernels.common.sinks import per_sink, share_of_keys
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
-from ejkernel.kernels.flash_attention.xla_tiles import Tiles, matmul, over_blocks
+from ejkernel.kernels.flash_attention.xla_tiles import Tiles, over_blocks
 
 
 def backward(
@@ -90,7 +90,7 @@ def backward(
         key=_like(d_key, inputs.key),
         value=_like(d_value, inputs.value),
         bias=_like(d_bias, inputs.bias),
-        sinks=per_sink(d_sinks, inputs.sinks),
+        sinks=None if inputs.sinks is None else per_sink(d_sinks, inputs.sinks),
         mask=None,
     )
 
@@ -115,17 +115,5 @@ def _row_terms(inputs: Inputs, residuals: Outputs, d_outputs: Outputs, dtype: An
     safe_lse = jnp.where(seen, lse, jnp.inf)
     if inputs.sinks is None:
         return [safe_lse, delta - d_lse]
-    sinks_lse = logsumexp(inputs.sinks.astype(dtype), axis=-1, keepdims=True)  # [1 or n, 1]
-    share = jax.nn.sigmoid(jnp.where(seen, lse - sinks_lse, 0.0))
+    share = share_of_keys(lse, inputs.sinks)
     return [safe_lse, share * delta - d_lse, share]
-
-
-def per_sink(d_lse: jax.Array | None, sinks: jax.Array | None) -> jax.Array | None:
-    """The gradient of each sink from that of a head's sinks together, [n]."""
-    if d_lse is None or sinks is None:
-        return None
-    d_lse = d_lse[:, None] if sinks.shape[0] > 1 else d_lse.sum(keepdims=True)[:, None]
-    logits = sinks.astype(d_lse.dtype)
-    lse = logsumexp(logits, axis=-1, keepdims=True)
-    parts = jnp.exp(logits - jnp.where(lse > -jnp.inf, lse, 0.0))  # all -inf: no part, not NaN
-    return (parts * d_lse).astype(sinks.dtype)

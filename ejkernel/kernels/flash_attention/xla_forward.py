@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax.scipy.special import logsumexp
 
+from ejkernel.kernels.common.precision import matmul
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
-from ejkernel.kernels.flash_attention.xla_tiles import Tiles, matmul, over_blocks
+from ejkernel.kernels.flash_attention.xla_tiles import Tiles, over_blocks
 
 
 def forward(inputs: Inputs, spec: Spec, block_q: int, block_k: int) -> Outputs:

@@ -293,13 +293,6 @@ def over_blocks(step: Callable[[Any, Any], Any], carry: Any, count: int) -> Any:
     return lax.fori_loop(jnp.int32(0), jnp.int32(count), step, carry)
 
 
-def matmul(equation: str, left: jax.Array, right: jax.Array, dtype: Any) -> jax.Array:
-    """`einsum` accumulated in `dtype`, exact unless the user has asked for less."""
-    asked = getattr(jax.config, "jax_default_matmul_precision", None)
-    precision = lax.Precision.HIGHEST if asked is None else None
-    return jnp.einsum(equation, left, right, precision=precision, preferred_element_type=dtype)
-
-
 def _gathered(blocks: BlockList | None, size: int) -> int:
     """How many blocks of a list make a tile."""
     if blocks is None or blocks.index is None:

@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from ejkernel.kernels.common import carry
+from ejkernel.kernels.common.precision import precision
 from ejkernel.kernels.grouped_matmul.config import GroupedMatmulConfig
 from ejkernel.kernels.grouped_matmul.inputs import Inputs, Outputs, Spec, has_weight, local_ids
 from ejkernel.ops.implementation import Implementation, Pass
@@ -215,10 +216,8 @@ def _dot(left: jax.Array, right: jax.Array, axes: tuple[int, int], dtype: Any) -
     """Contract one axis of each, accumulated in `dtype`, exact unless the user asked for less."""
     if left.dtype != right.dtype:
         left, right = left.astype(dtype), right.astype(dtype)
-    asked = getattr(jax.config, "jax_default_matmul_precision", None)
-    precision = lax.Precision.HIGHEST if asked is None else None
     dimensions = (((axes[0],), (axes[1],)), ((), ()))
-    return lax.dot_general(left, right, dimensions, precision, dtype)
+    return lax.dot_general(left, right, dimensions, precision(), dtype)
 
 
 def _heuristic(inputs: Inputs, spec: Spec, device: Device) -> GroupedMatmulConfig:

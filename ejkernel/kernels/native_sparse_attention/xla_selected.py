@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.kernels.common.carry import zeros
-from ejkernel.kernels.flash_attention.xla_tiles import matmul
+from ejkernel.kernels.common.precision import matmul
 from ejkernel.kernels.native_sparse_attention import xla_pairs
 from ejkernel.kernels.native_sparse_attention.geometry import Tokens
 from ejkernel.kernels.native_sparse_attention.inputs import Branch, Inputs, Spec

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax.scipy.special import logsumexp
 
+from ejkernel.kernels.common.precision import matmul
 from ejkernel.kernels.ragged_page_attention_v3.inputs import Inputs, Outputs, Spec
 from ejkernel.kernels.ragged_page_attention_v3.xla_backward import backward
-from ejkernel.kernels.ragged_page_attention_v3.xla_tiles import Block, Tile, Tiles, matmul
+from ejkernel.kernels.ragged_page_attention_v3.xla_tiles import Block, Tile, Tiles
 from ejkernel.ops.implementation import Implementation, Pass
 
 

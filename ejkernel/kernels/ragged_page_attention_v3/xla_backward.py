@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.scipy.special import logsumexp
 
 from ejkernel.kernels.common.paged import add_pages
+from ejkernel.kernels.common.precision import matmul
+from ejkernel.kernels.common.sinks import per_sink, share_of_keys
 from ejkernel.kernels.ragged_page_attention_v3.inputs import Inputs, Outputs, Spec
-from ejkernel.kernels.ragged_page_attention_v3.xla_tiles import Block, Tile, Tiles, matmul
+from ejkernel.kernels.ragged_page_attention_v3.xla_tiles import Block, Tile, Tiles
 
 
 def backward(
@@ -32,7 +33,7 @@ def backward(
         query_lens=None,
         kv_lens=None,
         page_indices=None,
-        sinks=_per_sink(d_sinks, inputs.sinks),
+        sinks=None if inputs.sinks is None else per_sink(d_sinks, inputs.sinks),
         k_scale=None if inputs.k_scale is None else d_k_scale * spec.softmax_scale,
         v_scale=None if inputs.v_scale is None else d_v_scale,
     )
@@ -184,18 +185,5 @@ def _row_terms(
     safe_lse = jnp.where(seen, lse, jnp.inf)
     if inputs.sinks is None:
         return [safe_lse, delta - d_lse]
-    sinks = logsumexp(inputs.sinks.astype(dtype), axis=-1, keepdims=True)  # [1 or n, 1]
-    share = jax.nn.sigmoid(jnp.where(seen, lse - sinks, 0.0))
+    share = share_of_keys(lse, inputs.sinks)
     return [safe_lse, share * delta - d_lse, share]
-
-
-def _per_sink(d_heads: jax.Array, sinks: jax.Array | None) -> jax.Array | None:
-    """The gradient of each sink from that of the log-sum-exp of a head's sinks, [n]."""
-    if sinks is None:
-        return None
-    d_heads = d_heads[:, None]
-    if sinks.shape[0] == 1:
-        d_heads = d_heads.sum(0, keepdims=True)
-    sinks = sinks.astype(d_heads.dtype)
-    total = logsumexp(sinks, axis=-1, keepdims=True)
-    return d_heads * jnp.exp(sinks - jnp.where(total > -jnp.inf, total, 0.0))

@@ -201,10 +201,3 @@ class Tiles:
         if self.spec.sliding_window is not None:
             visible &= position > own - self.spec.sliding_window
         return visible[:, None]
-
-
-def matmul(equation: str, left: jax.Array, right: jax.Array, dtype: Any) -> jax.Array:
-    """`einsum` accumulated in `dtype`, exact where the user has not asked for less."""
-    chosen = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
-    precision = lax.Precision.HIGHEST if chosen is None else None
-    return jnp.einsum(equation, left, right, precision=precision, preferred_element_type=dtype)
