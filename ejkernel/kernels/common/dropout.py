@@ -15,8 +15,9 @@ All arithmetic is on unsigned 32-bit integers and wraps around; `>>` shifts in z
     x ^= x >> 15;  x ^= b;  x *= 0x846CA68B
     bits = x ^ (x >> 16)
 
-The element is dropped when `bits < threshold`, with `threshold = floor(probability * 2**32)`: an
-unsigned comparison, exact on every platform.
+The element is dropped when `bits < threshold`, an unsigned comparison, with
+`threshold = 2 * floor(probability * 2**31)`. It is even, so half of each may be compared instead,
+which is the same whether or not a compiler takes them for signed.
 """
 
 from typing import Any, NamedTuple
@@ -39,7 +40,7 @@ class Dropout(NamedTuple):
 
 def threshold(probability: float) -> int:
     """The number below which an element's bits drop it."""
-    return min(int(probability * 2.0**32), 2**32 - 1)
+    return 2 * min(int(probability * 2.0**31), 2**31 - 1)
 
 
 def bits(seed: Any, batch: Any, head: Any, row: Any, column: Any) -> jax.Array:
@@ -62,7 +63,8 @@ def keep(probability: float, seed: Any, batch: Any, head: Any, row: Any, column:
     >>> kept.shape, round(float(kept.mean()), 2)
     ((100, 100), 0.75)
     """
-    return bits(seed, batch, head, row, column) >= np.uint32(threshold(probability))
+    half = np.uint32(threshold(probability) // 2)
+    return bits(seed, batch, head, row, column) >> 1 >= half
 
 
 def _unsigned(index: Any) -> jax.Array:

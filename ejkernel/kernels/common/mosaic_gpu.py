@@ -187,7 +187,8 @@ def columns_layout() -> Any:
 
 def load(ref: Any, layout: Any) -> jax.Array:
     """Numbers from global memory, straight to the registers of a layout."""
-    if "idx" in inspect.signature(plgpu.load).parameters:  # before JAX 0.12
+    index = inspect.signature(plgpu.load).parameters.get("idx")
+    if index is not None and index.default is inspect.Parameter.empty:  # before JAX 0.11
         return plgpu.load(ref, ..., layout=layout, optimized=False)
     return plgpu.load(ref, layout=layout, optimized=False)
 

@@ -136,21 +136,8 @@ def visible(
         columns += tl.cast(batch, tl.int64) * (mode.column_marks * mode.kv_len)
     seen = q_real & k_real
     clauses: tl.constexpr = mode.clauses
-    matches: tl.constexpr = mode.matches
     for clause in tl.static_range(clauses):
-        slot: tl.constexpr = clause * (mode.has_low + mode.has_high + mode.matches)
-        allowed = k_real
-        if mode.has_low:
-            low = _row_marks(rows, slot, q_start, mode, t)
-            allowed = allowed & (k + k_start >= low)
-        if mode.has_high:
-            high = _row_marks(rows, slot + mode.has_low, q_start, mode, t)
-            allowed = allowed & (k + k_start <= high)
-        for match in tl.static_range(matches):
-            after: tl.constexpr = slot + mode.has_low + mode.has_high + match
-            q_mark = _row_marks(rows, after, q_start, mode, t)
-            k_mark = _column_marks(columns, clause * matches + match, k_start, mode, t)
-            allowed = allowed & (q_mark == k_mark)
+        allowed = _clause(clause, q_start, k_start, k, k_real, rows, columns, mode, t)
         if clause == 0:
             some = allowed
         else:
@@ -176,6 +163,29 @@ def visible(
             at = q * row + k * step
         seen = seen & (tl.load(table + at, mask=q_real & k_real, other=0) != 0)
     return seen
+
+
+@kernel
+def _clause(
+    clause: tl.constexpr, q_start, k_start, k, k_real, rows, columns,
+    mode: tl.constexpr, t: tl.constexpr,
+):  # fmt: skip
+    """Which pairs one clause of the mask allows: bounds for the keys, and marks that must match."""
+    # A function, since in a loop a constant cannot change; for the same reason none is named here.
+    slot: tl.constexpr = clause * (mode.has_low + mode.has_high + mode.matches)
+    matches: tl.constexpr = mode.matches
+    allowed = k_real
+    if mode.has_low:
+        low = _row_marks(rows, slot, q_start, mode, t)
+        allowed = allowed & (k + k_start >= low)
+    if mode.has_high:
+        high = _row_marks(rows, slot + mode.has_low, q_start, mode, t)
+        allowed = allowed & (k + k_start <= high)
+    for match in tl.static_range(matches):
+        q_mark = _row_marks(rows, slot + mode.has_low + mode.has_high + match, q_start, mode, t)
+        k_mark = _column_marks(columns, clause * matches + match, k_start, mode, t)
+        allowed = allowed & (q_mark == k_mark)
+    return allowed
 
 
 @kernel
