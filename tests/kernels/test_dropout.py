@@ -47,7 +47,7 @@ def test_the_bits_do_not_depend_on_the_dtype_of_the_indices(dtype):
 
 
 @pytest.mark.parametrize(
-    ("probability", "expected"), [(0.0, 0), (0.5, 2**31), (0.25, 2**30), (1 - 2**-40, 2**32 - 1)]
+    ("probability", "expected"), [(0.0, 0), (0.5, 2**31), (0.25, 2**30), (1 - 2**-40, 2**32 - 2)]
 )
 def test_the_threshold_is_the_probability_in_32_bits(probability, expected):
     assert threshold(probability) == expected
