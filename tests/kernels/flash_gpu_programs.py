@@ -113,7 +113,7 @@ def backward_program(params, feature, **dims):
 
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 # Everywhere; the other features only where most models are, with head dim 128.
-DIFFERENT = ("causal", "packed", "soft_cap", "dropout", "odd")
+DIFFERENT = ("full", "causal", "packed", "soft_cap", "dropout", "odd")
 
 
 def _programs():
@@ -124,6 +124,7 @@ def _programs():
             extras = {"queries": 4093} if name == "odd" else {}
             extras |= {"soft_cap": 50.0} if name == "soft_cap" else {"dropout": name == "dropout"}
             extras |= {"bias": (1, 8, 4096, 4096)} if name == "bias" else {}
+            extras |= {} if name == "full" else {"mask": CAUSAL}
             inputs, spec = call(**extras, **dims)
             if pallas_gpu.why_not(inputs, spec, H200):
                 continue

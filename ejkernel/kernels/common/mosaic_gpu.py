@@ -233,20 +233,37 @@ def barriers(count: int, arrivals: int = 1) -> Any:
     return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
 
 
-def each_unit(order: Any, units: int, grid: int, program: Callable[..., Any]) -> None:
-    """`step = program(lap, step, unit)` for every unit of work of this block of threads.
+def each_unit(
+    order: Any,
+    units: int,
+    grid: int,
+    program: Callable[..., Any],
+    describe: Callable[[Any], tuple] = lambda unit: (),
+) -> None:
+    """`step = program(lap, step, unit, *describe(unit))` for this block of threads' units of work.
 
     Every other lap goes backwards through the blocks of threads: whoever got the longest unit of
-    one lap gets the shortest of the next.
+    one lap gets the shortest of the next. What is read from memory to know a unit is read a lap
+    ahead, so that no unit begins with waiting for it.
     """
     block = lax.axis_index("block")
 
-    def one(lap: Any, step: Any) -> Any:
-        at = lap * grid + jnp.where(lax.rem(lap, 2) == 0, block, grid - 1 - block)
-        run = lambda step: program(lap, step, order[at])
-        return lax.cond(at < units, run, lambda step: step, step)
+    def place(lap: Any) -> Any:
+        return lap * grid + jnp.where(lax.rem(lap, 2) == 0, block, grid - 1 - block)
 
-    lax.fori_loop(0, -(-units // grid), one, jnp.int32(0))
+    def unit_of(lap: Any) -> Any:
+        return order[jnp.minimum(place(lap), units - 1)]
+
+    def one(lap: Any, carry: Any) -> Any:
+        step, unit, known, following = carry
+        known_next, after = describe(following), unit_of(lap + 2)
+        run = lambda step: program(lap, step, unit, *known)
+        step = lax.cond(place(lap) < units, run, lambda step: step, step)
+        return step, following, known_next, after
+
+    first = unit_of(jnp.int32(0))
+    start = jnp.int32(0), first, describe(first), unit_of(jnp.int32(1))
+    lax.fori_loop(0, -(-units // grid), one, start)
 
 
 class Hardware:

@@ -66,7 +66,7 @@ def heuristic(inputs: Inputs, spec: Spec, device: Device) -> FwdParams:
 def candidates(inputs: Inputs, spec: Spec, device: Device) -> list[FwdParams]:
     """All tiles worth timing."""
     head_dim, value_dim = _dims(inputs)
-    sizes = [(2, 128), (2, 64), (3, 64)]
+    sizes = [(2, 128), (2, 64), (3, 128), (3, 64)]
     tiles = (_fitting(consumers, block_k, head_dim, value_dim) for consumers, block_k in sizes)
     return [_params(x) for x in tiles if x and _in_registers(x, inputs)]
 
@@ -90,12 +90,23 @@ def _dims(inputs: Inputs) -> tuple[int, int]:
 
 
 def _default(inputs: Inputs) -> Tiles | None:
-    for consumers in (1,) if inputs.query.shape[1] <= ROWS else (2, 1):
-        for block_k in (128, 64):
-            tiles = _fitting(consumers, block_k, *_dims(inputs))
-            if tiles and _in_registers(tiles, inputs):
-                return tiles
+    sizes = [(2, 128), (2, 64), (1, 128), (1, 64)]
+    if inputs.query.shape[1] <= ROWS:
+        sizes = sizes[2:]
+    elif _dims(inputs)[1] <= 64 and _unmasked(inputs, 128):  # the more rows, the less is read
+        sizes = [(3, 128), *sizes]
+    for consumers, block_k in sizes:
+        tiles = _fitting(consumers, block_k, *_dims(inputs))
+        if tiles and _in_registers(tiles, inputs):
+            return tiles
     return None
+
+
+def _unmasked(inputs: Inputs, block_k: int) -> bool:
+    """Whether no tile has anything to hide."""
+    return isinstance(inputs.mask or Everything(), Everything) and not (
+        inputs.key.shape[1] % block_k
+    )
 
 
 def _fitting(
@@ -116,7 +127,8 @@ def _in_registers(tiles: Tiles, inputs: Inputs) -> bool:
         own += 8
     if not pallas_gpu_forward.whole_tiles(inputs):  # where each strip is
         own += 16
-    return own <= {1: 192, 2: 176, 3: 112}[tiles.consumers]
+    room = {1: 192, 2: 176, 3: 128 if _unmasked(inputs, tiles.block_k) else 112}
+    return own <= room[tiles.consumers]
 
 
 def _params(tiles: Tiles) -> FwdParams:

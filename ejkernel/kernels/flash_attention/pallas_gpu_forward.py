@@ -35,7 +35,11 @@ class Tiles:
     consumers: int
     block_k: int
     stages: int
-    turns: bool = True  # whether the warpgroups take turns
+
+    @property
+    def turns(self) -> bool:
+        """Whether the warpgroups take turns in feeding the tensor cores: three do better without."""
+        return self.consumers == 2
 
     @property
     def block_q(self) -> int:
@@ -187,21 +191,26 @@ class _Forward:
             gpu.plgpu.wait_smem_to_gmem(0)
 
     def each_unit(self, program) -> None:
-        """`step = program(lap, step, row, head, line, lists)` for the units of this block."""
+        """`step = program(lap, step, unit, count, partial)` for the units of this block."""
 
-        def unpack(lap, step, unit):
-            line, where = lax.rem(unit, self.lines), lax.div(unit, self.lines)
-            row, head = lax.div(where, self.heads), lax.rem(where, self.heads)
-            list_row = row if self.list_rows > 1 else 0
-            list_head = head if self.list_heads > 1 else 0
-            lists = (list_row * self.list_heads + list_head) * self.lines + line
-            return program(lap, step, row, head, line, lists)
+        def describe(unit):
+            lists = self.unpack(unit)[3]
+            return self.refs["count"][lists], self.refs["partial"][lists]
 
-        gpu.each_unit(self.refs["order"], self.units, self.grid, unpack)
+        gpu.each_unit(self.refs["order"], self.units, self.grid, program, describe)
 
-    def copy_unit(self, lap, step, row, head, line, lists):
+    def unpack(self, unit):
+        """Batch row, head, line and list of a unit."""
+        line, where = lax.rem(unit, self.lines), lax.div(unit, self.lines)
+        row, head = lax.div(where, self.heads), lax.rem(where, self.heads)
+        list_row = row if self.list_rows > 1 else 0
+        list_head = head if self.list_heads > 1 else 0
+        return row, head, line, (list_row * self.list_heads + list_head) * self.lines + line
+
+    def copy_unit(self, lap, step, unit, count, partial):
         """Bring the queries of a unit, then its keys and values as room becomes free."""
         plgpu, tiles = gpu.plgpu, self.tiles
+        row, head, line, lists = self.unpack(unit)
         for w in range(tiles.consumers):
             gpu.pl.when(lap > 0)(lambda w=w: plgpu.barrier_wait(self.shared.query_free.at[w]))
             rows = gpu.pl.ds(line * tiles.block_q + w * ROWS, ROWS)
@@ -224,21 +233,24 @@ class _Forward:
                 room.fetch(self.refs[name], row, rows, key_head, slot, here.at[slot])
             return step + 1
 
-        return lax.fori_loop(0, self.refs["count"][lists], tile, step)
+        return lax.fori_loop(0, count, tile, step)
 
-    def compute_unit(self, warpgroup, lap, step, row, head, line, lists):
+    def compute_unit(self, warpgroup, lap, step, unit, count, partial):
         """Attention of 64 queries over the tiles of their line."""
         plgpu, tiles, engine = gpu.plgpu, self.tiles, self.engine
-        count, partial = self.refs["count"][lists], self.refs["partial"][lists]
+        row, head, line, lists = self.unpack(unit)
         first_row = line * tiles.block_q + warpgroup * ROWS
         tile = Tile(self.spec, self.operands, self.refs, row, head, first_row, tiles.block_k)
         shared = self.shared
         masked = self.operands.masked
 
-        def softmax(products, j, with_mask, peak, mass):
-            at = 0
-            if tile.needs_place:
-                at = self.refs["index"][lists * self.blocks + j] * tiles.block_k
+        def place(j):
+            """Where tile j begins; asked for before its keys are waited for."""
+            if not tile.needs_place:
+                return 0
+            return self.refs["index"][lists * self.blocks + j] * tiles.block_k
+
+        def softmax(products, at, with_mask, peak, mass):
             logits, factor, _ = tile.logits(products, at, with_mask)
             top = gpu.reduce_rows(logits, jnp.maximum, jnp.max) * factor
             new_peak = jnp.maximum(peak, top)
@@ -250,7 +262,7 @@ class _Forward:
             return weights, new_peak, mass, shrink
 
         # The first tile has nothing to overlap with.
-        slot = lax.rem(step, tiles.stages)
+        slot, at = lax.rem(step, tiles.stages), place(0)
         plgpu.barrier_wait(self.shared.query_here.at[warpgroup])
         plgpu.barrier_wait(self.shared.key_here.at[slot])
 
@@ -261,7 +273,7 @@ class _Forward:
         ((logits,), _) = engine.run(first, (nothing,))
         plgpu.barrier_arrive(self.shared.key_free.at[slot])
         weights, peak, mass, _ = softmax(
-            logits, 0, masked, gpu.full((ROWS,), LEAST), gpu.full((ROWS,), 0.0)
+            logits, at, masked, gpu.full((ROWS,), LEAST), gpu.full((ROWS,), 0.0)
         )
         weights = weights.astype(self.dtype)
         plgpu.barrier_wait(self.shared.value_here.at[slot])
@@ -269,6 +281,7 @@ class _Forward:
         def next_tile(with_mask, j, carry):
             step, total, *state = carry
             slot, before = lax.rem(step, tiles.stages), lax.rem(step - 1, tiles.stages)
+            at = place(j)
             plgpu.barrier_wait(self.shared.key_here.at[slot])
             if tiles.turns:
                 plgpu.barrier_wait(self.shared.turn.at[warpgroup])
@@ -283,7 +296,7 @@ class _Forward:
                     plgpu.barrier_arrive(self.shared.turn.at[following])
                 new_logits = engine.read(logits, unfinished=shared.values.shape.strips)
                 plgpu.barrier_arrive(self.shared.key_free.at[slot])
-                found = softmax(new_logits, j, with_mask, peak[...], mass[...])
+                found = softmax(new_logits, at, with_mask, peak[...], mass[...])
                 # Everything up to here happens before the wait below, hidden behind the product.
                 # What holds the assembler to that is the branch in waiting for the values, which
                 # the next product needs. Weights are narrowed after it: the product under way

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from ejkernel.types.block_map import EMPTY, FULL, PARTIAL, block_map
 from ejkernel.types.rules import (
@@ -116,10 +115,8 @@ def _walk_columns(rule, batch, heads, group, q_len, kv_len, block_q, block_k) ->
 
 
 def _lines(state: jax.Array, batch: int, heads: int, group: int = 1) -> Walk:
-    blocks = state.shape[-1]
-    position = jnp.arange(blocks, dtype=jnp.int32)
     rank = jnp.where(state == PARTIAL, 0, jnp.where(state == FULL, 1, 2)).astype(jnp.int32)
-    index = lax.sort(rank * blocks + position, dimension=3, is_stable=False) % blocks
+    index = _sorting(rank)
     partial = (state == PARTIAL).sum(-1, dtype=jnp.int32)
     count = (state != EMPTY).sum(-1, dtype=jnp.int32)
     # A line without blocks still writes its result: it visits one, in which it sees nothing.
@@ -128,8 +125,25 @@ def _lines(state: jax.Array, batch: int, heads: int, group: int = 1) -> Walk:
     lengths = jnp.broadcast_to(count, (batch, heads * group, state.shape[2]))
     lengths = lengths.reshape(batch, heads, group, -1).sum(2).reshape(-1)
     # Stable: units as long as each other stay together by head, and share its keys in the cache.
-    order = jnp.argsort(-lengths, stable=True).astype(jnp.int32)
+    order = _sorting(-lengths)
     return Walk(order, count, partial, index)
+
+
+def _sorting(numbers: jax.Array) -> jax.Array:
+    """What sorts numbers along the last axis, equal ones in the order in which they stand.
+
+    Few are counted and not sorted: two small kernels on a GPU, where a sort takes a dozen. How many
+    others come first says where a number goes; then each place looks for the one that goes there.
+    """
+    size = numbers.shape[-1]
+    if numbers.size * size > 2**25:
+        return jnp.argsort(numbers, axis=-1, stable=True).astype(jnp.int32)
+    place = jnp.arange(size, dtype=jnp.int32)
+    other, one = numbers[..., None, :], numbers[..., :, None]
+    first = (other < one) | ((other == one) & (place < place[:, None]))
+    goes = first.sum(-1, dtype=jnp.int32)
+    here = goes[..., None, :] == place[:, None]
+    return jnp.where(here, place, 0).sum(-1, dtype=jnp.int32)
 
 
 def visibility(rule: Rule, q_len: int, kv_len: int, q_size: int, kv_size: int) -> Visibility | None:
