@@ -38,7 +38,7 @@ class Tiles:
 
     @property
     def turns(self) -> bool:
-        """Whether the warpgroups take turns in feeding the tensor cores: three do better without."""
+        """Whether warpgroups take turns at the tensor cores: three of them do better without."""
         return self.consumers == 2
 
     @property
