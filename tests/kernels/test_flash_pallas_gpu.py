@@ -70,17 +70,16 @@ def test_the_lists_show_exactly_the_mask(name, blocks):
     rule, (block_q, block_k) = RULES[name], blocks
     batch, heads, length = 2, 2, 240
     q_size, kv_size = (-(-length // block) * block for block in blocks)
-    walk = pallas_gpu_walk.walk(rule, batch, heads, length, length, block_q, block_k)
+    walk = pallas_gpu_walk.walk(rule, _units(batch, heads), length, length, block_q, block_k)
     seen = pallas_gpu_walk.visibility(rule, length, length, q_size, kv_size)
     order, count, partial, index = map(np.asarray, walk)
+    order = order[order >= 0]
     lines = q_size // block_q
     assert sorted(order) == list(range(batch * heads * lines))
     shown = np.zeros((batch, heads, q_size, kv_size), int)
-    lengths = []
     for unit in order:
         row, head, line = np.unravel_index(unit, (batch, heads, lines))
         at = (row % count.shape[0], head % count.shape[1], line)
-        lengths.append(count[at])
         for step, block in enumerate(index[at][: count[at]]):
             q = np.arange(line * block_q, (line + 1) * block_q)
             k = np.arange(block * block_k, (block + 1) * block_k)
@@ -88,10 +87,34 @@ def test_the_lists_show_exactly_the_mask(name, blocks):
             if step < partial[at] and seen is not None:
                 tile = _evaluate(seen, row, head, q, k).astype(int)
             shown[row, head, q[0] : q[-1] + 1, k[0] : k[-1] + 1] += tile
-    assert lengths == sorted(lengths, reverse=True)
     expected = np.broadcast_to(rule.dense(length, length), (batch, heads, length, length))
     np.testing.assert_array_equal(shown[:, :, :length, :length], expected.astype(int))
     assert not shown[:, :, :length, length:].any()
+
+
+def _units(batch, heads, shared_bytes=1, workers=5):
+    return pallas_gpu_walk.Units(batch, heads, 1, batch * heads, shared_bytes, workers)
+
+
+@pytest.mark.parametrize("rule", [Band(None, 0), Everything(), Band(-1023, 0)])
+@pytest.mark.parametrize("heads", [1, 16, 40])
+@pytest.mark.parametrize("megabytes", [1, 8, 64])
+def test_the_work_is_dealt_evenly(rule, heads, megabytes):
+    """Each unit once; no worker has more than a hundredth, or a unit, beyond its share."""
+    units = _units(1, heads, megabytes * 2**20, workers=132)
+    walk = pallas_gpu_walk.walk(rule, units, 16384, 16384, 128, 128)
+    order, lengths = np.asarray(walk.order), np.tile(np.asarray(walk.count)[0, 0], heads)
+    assert sorted(order[order >= 0]) == list(range(128 * heads))
+    loads = np.where(order >= 0, lengths[order], 0).sum(0)
+    assert loads.max() <= max(loads.mean() * 1.01, loads.mean() + lengths.max())
+
+
+def test_what_a_section_reads_stays_in_the_cache():
+    """Heads of 8 MiB: no more than two of them are worked on at a time."""
+    units = _units(1, 16, 8 * 2**20, workers=132)
+    order = np.asarray(pallas_gpu_walk.walk(Band(None, 0), units, 16384, 16384, 128, 128).order)
+    for lap in order:
+        assert len(set(lap[lap >= 0] // 128)) <= 2
 
 
 def _evaluate(seen, row, head, q, k):
@@ -113,7 +136,7 @@ def _evaluate(seen, row, head, q, k):
 def test_blocks_that_see_nothing_are_not_visited():
     """Eight documents: a query block visits only its own."""
     ids = _ids(*[128] * 8)
-    walk = pallas_gpu_walk.walk(Segments(ids, ids), 1, 1, 1024, 1024, 128, 128)
+    walk = pallas_gpu_walk.walk(Segments(ids, ids), _units(1, 1), 1024, 1024, 128, 128)
     assert walk.count.tolist() == [[[1] * 8]]
     assert walk.partial.tolist() == [[[0] * 8]]
     assert walk.index[0, 0, :, 0].tolist() == list(range(8))

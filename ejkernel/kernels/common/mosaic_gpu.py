@@ -235,35 +235,34 @@ def barriers(count: int, arrivals: int = 1) -> Any:
 
 def each_unit(
     order: Any,
-    units: int,
-    grid: int,
     program: Callable[..., Any],
     describe: Callable[[Any], tuple] = lambda unit: (),
 ) -> None:
     """`step = program(lap, step, unit, *describe(unit))` for this block of threads' units of work.
 
-    Every other lap goes backwards through the blocks of threads: whoever got the longest unit of
-    one lap gets the shortest of the next. What is read from memory to know a unit is read a lap
-    ahead, so that no unit begins with waiting for it.
+    `order` [laps, blocks of threads] says which they are, -1 for none. What is read from memory to
+    know a unit is read a lap ahead, so that none begins with waiting for it.
     """
+    laps, _ = order.shape
     block = lax.axis_index("block")
 
-    def place(lap: Any) -> Any:
-        return lap * grid + jnp.where(lax.rem(lap, 2) == 0, block, grid - 1 - block)
-
     def unit_of(lap: Any) -> Any:
-        return order[jnp.minimum(place(lap), units - 1)]
+        return order[jnp.minimum(lap, laps - 1), block]
+
+    def known_of(unit: Any) -> tuple:
+        return describe(jnp.maximum(unit, 0))
 
     def one(lap: Any, carry: Any) -> Any:
-        step, unit, known, following = carry
-        known_next, after = describe(following), unit_of(lap + 2)
-        run = lambda step: program(lap, step, unit, *known)
-        step = lax.cond(place(lap) < units, run, lambda step: step, step)
-        return step, following, known_next, after
+        (step, done), unit, known, following = carry
+        known_next, after = known_of(following), unit_of(lap + 2)
+        run = lambda state: (program(state[1], state[0], unit, *known), state[1] + 1)
+        state = lax.cond(unit >= 0, run, lambda state: state, (step, done))
+        return state, following, known_next, after
 
     first = unit_of(jnp.int32(0))
-    start = jnp.int32(0), first, describe(first), unit_of(jnp.int32(1))
-    lax.fori_loop(0, -(-units // grid), one, start)
+    nothing = jnp.int32(0), jnp.int32(0)
+    start = nothing, first, known_of(first), unit_of(jnp.int32(1))
+    lax.fori_loop(0, laps, one, start)
 
 
 class Hardware:

@@ -21,7 +21,7 @@ from ejkernel.kernels.common.sinks import per_sink, share_of_keys
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
 from ejkernel.kernels.flash_attention.pallas_gpu_forward import whole_tiles
 from ejkernel.kernels.flash_attention.pallas_gpu_tile import LOG2_E, ROWS, Operands, Tile
-from ejkernel.kernels.flash_attention.pallas_gpu_walk import visibility, walk, walk_columns
+from ejkernel.kernels.flash_attention.pallas_gpu_walk import Units, visibility, walk, walk_columns
 from ejkernel.types.rules import Everything
 
 
@@ -90,7 +90,8 @@ class _Terms(NamedTuple):
 def _row_terms(inputs: Inputs, residuals: Outputs, d_outputs: Outputs, spec: Spec) -> _Terms:
     lse, d_lse = residuals.lse, d_outputs.lse.astype(jnp.float32)
     products = residuals.out.astype(jnp.float32) * d_outputs.out.astype(jnp.float32)
-    delta = jnp.swapaxes(products.sum(-1), 1, 2)
+    # Summed on its own: together with what follows, XLA reads it five times as slowly.
+    delta = jnp.swapaxes(lax.optimization_barrier(products.sum(-1)), 1, 2)
     seen = lse > -jnp.inf
     safe = jnp.where(seen, lse * LOG2_E, jnp.inf)  # a row that sees nothing has weights of 0
     if _starts_with_lse(spec):
@@ -112,10 +113,17 @@ def _run(inputs, d_out, spec, terms, interpreted, tiles: Tiles, for_keys: bool) 
     rule = inputs.mask or Everything()
     block_q, block_k = (tiles.columns, tiles.rows) if for_keys else (tiles.rows, tiles.columns)
     q_size, kv_size = (-(-size // block) * block for size, block in ((t, block_q), (s, block_k)))
-    if for_keys:
-        plan = walk_columns(rule, b, k, n // k, t, s, block_q, block_k)
-    else:
-        plan = walk(rule, b, n, t, s, block_q, block_k)
+    held, read = (s, (inputs.query, d_out)) if for_keys else (t, (inputs.key, inputs.value))
+    heads, group = (k, n // k) if for_keys else (n, 1)
+    units = Units(
+        batch=b,
+        heads=heads,
+        group=group,
+        pairs=b * k,
+        shared_bytes=sum(x.nbytes for x in read) // (b * k),
+        workers=min(gpu.MULTIPROCESSORS, b * heads * -(-held // tiles.rows)),
+    )
+    plan = (walk_columns if for_keys else walk)(rule, units, t, s, block_q, block_k)
     seen = visibility(rule, t, s, q_size, kv_size)
     operands = Operands.of(inputs, seen, q_size, kv_size, transposed=for_keys)
     pad = lambda x, fill: jnp.pad(x, ((0, 0), (0, 0), (0, q_size - t)), constant_values=fill)
@@ -158,7 +166,7 @@ def _run(inputs, d_out, spec, terms, interpreted, tiles: Tiles, for_keys: bool) 
         interpreted,
         out_type=tuple(out_type),
         scratch_types=scratch,
-        grid=(work.grid,),
+        grid=(units.workers,),
         grid_names=("block",),
         num_threads=consumers + 1,
         thread_name="warpgroup",
@@ -190,8 +198,6 @@ class _Backward:
         self.moving = of(tiles.stages, tiles.columns)
         self.interpreted = interpreted
         self.list_rows, self.list_heads, self.lines, self.blocks = lists
-        self.units = inputs.query.shape[0] * self.heads * self.lines
-        self.grid = min(gpu.MULTIPROCESSORS, self.units)
         self.engine = gpu.EMULATION if interpreted else gpu.HARDWARE
         # A tile's sums: for keys of values and keys, for queries of queries alone.
         self.summed = (1, 0) if for_keys else (0,)
@@ -218,7 +224,7 @@ class _Backward:
 
     def each_unit(self, program) -> None:
         """`step = program(lap, step, unit)` for the units of this block."""
-        gpu.each_unit(self.refs["order"], self.units, self.grid, program)
+        gpu.each_unit(self.refs["order"], program)
 
     def unpack(self, unit):
         """Batch row, head and line of a unit."""

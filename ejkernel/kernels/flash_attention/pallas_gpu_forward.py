@@ -21,7 +21,7 @@ from jax.scipy.special import logsumexp
 from ejkernel.kernels.common import mosaic_gpu as gpu
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
 from ejkernel.kernels.flash_attention.pallas_gpu_tile import LOG2_E, ROWS, Operands, Tile
-from ejkernel.kernels.flash_attention.pallas_gpu_walk import visibility, walk
+from ejkernel.kernels.flash_attention.pallas_gpu_walk import Units, visibility, walk
 from ejkernel.types.rules import Everything
 
 # The peak of a row that has seen nothing: finite, so that -inf less than it is -inf and not NaN.
@@ -76,7 +76,15 @@ def forward(inputs: Inputs, spec: Spec, tiles: Tiles, interpreted: bool = False)
     rule = inputs.mask or Everything()
     lines, blocks = -(-t // tiles.block_q), -(-s // tiles.block_k)
     q_size, kv_size = lines * tiles.block_q, blocks * tiles.block_k
-    plan = walk(rule, b, n, t, s, tiles.block_q, tiles.block_k)
+    units = Units(
+        batch=b,
+        heads=n,
+        group=1,
+        pairs=b * inputs.key.shape[2],
+        shared_bytes=(inputs.key.nbytes + inputs.value.nbytes) // (b * inputs.key.shape[2]),
+        workers=min(gpu.MULTIPROCESSORS, b * n * lines),
+    )
+    plan = walk(rule, units, t, s, tiles.block_q, tiles.block_k)
     operands = Operands.of(inputs, visibility(rule, t, s, q_size, kv_size), q_size, kv_size)
     sinks = None
     if inputs.sinks is not None:
@@ -122,7 +130,7 @@ def forward(inputs: Inputs, spec: Spec, tiles: Tiles, interpreted: bool = False)
             "value_free": gpu.barriers(stages, consumers),
             "turn": gpu.barriers(consumers),
         },
-        grid=(work.grid,),
+        grid=(units.workers,),
         grid_names=("block",),
         num_threads=consumers + 1,
         thread_name="warpgroup",
@@ -142,12 +150,10 @@ class _Forward:
 
     def __init__(self, spec, tiles, operands, inputs, lists, interpreted):
         self.spec, self.tiles, self.operands = spec, tiles, operands
-        self.batch, _, self.heads, _ = inputs.query.shape
+        self.heads = inputs.query.shape[2]
         self.group = self.heads // inputs.key.shape[2]
         self.dtype = inputs.query.dtype
         self.list_rows, self.list_heads, self.lines, self.blocks = lists
-        self.units = self.batch * self.heads * self.lines
-        self.grid = min(gpu.MULTIPROCESSORS, self.units)
         self.engine = gpu.EMULATION if interpreted else gpu.HARDWARE
         whole = whole_tiles(inputs)
         self.matrices = {
@@ -197,7 +203,7 @@ class _Forward:
             lists = self.unpack(unit)[3]
             return self.refs["count"][lists], self.refs["partial"][lists]
 
-        gpu.each_unit(self.refs["order"], self.units, self.grid, program, describe)
+        gpu.each_unit(self.refs["order"], program, describe)
 
     def unpack(self, unit):
         """Batch row, head, line and list of a unit."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel.types.block_map import EMPTY, FULL, PARTIAL, block_map
 from ejkernel.types.rules import (
@@ -24,6 +25,8 @@ from ejkernel.types.rules import (
 
 # No index of a token is as far from zero as this, and sums of two do not overflow.
 _FAR = 2**29
+# What stays in the cache of an H100 or H200 while other data passes through: a part of its half.
+_CACHE_BYTES = 16 * 2**20
 # What a query and a key carry that match nothing.
 _NO_QUERY, _NO_KEY = -(2**31), -(2**31) + 1
 
@@ -32,13 +35,14 @@ class Walk(NamedTuple):
     """The tiles of one pass: a line is a block of queries (or of keys), a step a tile of it.
 
     Attributes:
-        order: the units of work, the longest first; unit = (batch * heads + head) * lines + line.
+        order: the unit of work of each worker in each lap, or -1;
+            unit = (batch * heads + head) * lines + line.
         count: how many blocks each line visits, at least one.
         partial: how many of them, the first ones, need the mask.
         index: the blocks of each line, the partial ones first.
     """
 
-    order: jax.Array  # [units]
+    order: jax.Array  # [laps, workers]
     count: jax.Array  # [b', n', lines], b' and n' 1 where all rows or heads agree
     partial: jax.Array  # [b', n', lines]
     index: jax.Array  # [b', n', lines, blocks]
@@ -71,50 +75,61 @@ def why_not(rule: Rule) -> str | None:
     return None
 
 
-def walk(
-    rule: Rule, batch: int, heads: int, q_len: int, kv_len: int, block_q: int, block_k: int
-) -> Walk:
+class Units(NamedTuple):
+    """The units of work of a pass: how many there are, and what they share.
+
+    Attributes:
+        batch: batch rows.
+        heads: heads that have units of their own.
+        group: query heads that one unit serves.
+        pairs: batch rows times key heads; the units of one read the same arrays.
+        shared_bytes: how large these are.
+        workers: blocks of threads among which the units are dealt.
+    """
+
+    batch: int
+    heads: int
+    group: int
+    pairs: int
+    shared_bytes: int
+    workers: int
+
+
+def walk(rule: Rule, units: Units, q_len: int, kv_len: int, block_q: int, block_k: int) -> Walk:
     """The tiles of every query block."""
     if not jax.tree.leaves(rule):  # known before anything runs
         with jax.ensure_compile_time_eval():
-            return _walk(rule, batch, heads, q_len, kv_len, block_q, block_k)
-    return _walk(rule, batch, heads, q_len, kv_len, block_q, block_k)
+            return _walk(rule, units, q_len, kv_len, block_q, block_k)
+    return _walk(rule, units, q_len, kv_len, block_q, block_k)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5, 6))
-def _walk(rule, batch, heads, q_len, kv_len, block_q, block_k) -> Walk:
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
+def _walk(rule, units, q_len, kv_len, block_q, block_k) -> Walk:
     state = block_map(rule, q_len, kv_len, block_q, block_k).state
     if kv_len % block_k:  # what lies past the last key must be masked
         last = jnp.arange(state.shape[-1]) == state.shape[-1] - 1
         state = jnp.where(last & (state == FULL), jnp.int8(PARTIAL), state)
-    return _lines(state, batch, heads)
+    return _lines(state, units)
 
 
 def walk_columns(
-    rule: Rule,
-    batch: int,
-    heads: int,
-    group: int,
-    q_len: int,
-    kv_len: int,
-    block_q: int,
-    block_k: int,
+    rule: Rule, units: Units, q_len: int, kv_len: int, block_q: int, block_k: int
 ) -> Walk:
-    """The tiles of every key block; a unit is one with all the `group` query heads it serves."""
+    """The tiles of every key block; a unit is one with all the query heads that it serves."""
     if not jax.tree.leaves(rule):
         with jax.ensure_compile_time_eval():
-            return _walk_columns(rule, batch, heads, group, q_len, kv_len, block_q, block_k)
-    return _walk_columns(rule, batch, heads, group, q_len, kv_len, block_q, block_k)
+            return _walk_columns(rule, units, q_len, kv_len, block_q, block_k)
+    return _walk_columns(rule, units, q_len, kv_len, block_q, block_k)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5, 6, 7))
-def _walk_columns(rule, batch, heads, group, q_len, kv_len, block_q, block_k) -> Walk:
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
+def _walk_columns(rule, units, q_len, kv_len, block_q, block_k) -> Walk:
     # Past the last query nothing is added, and past the last key nothing is written.
     state = block_map(rule, q_len, kv_len, block_q, block_k).state
-    return _lines(jnp.swapaxes(state, 2, 3), batch, heads, group)
+    return _lines(jnp.swapaxes(state, 2, 3), units)
 
 
-def _lines(state: jax.Array, batch: int, heads: int, group: int = 1) -> Walk:
+def _lines(state: jax.Array, units: Units) -> Walk:
     rank = jnp.where(state == PARTIAL, 0, jnp.where(state == FULL, 1, 2)).astype(jnp.int32)
     index = _sorting(rank)
     partial = (state == PARTIAL).sum(-1, dtype=jnp.int32)
@@ -122,11 +137,45 @@ def _lines(state: jax.Array, batch: int, heads: int, group: int = 1) -> Walk:
     # A line without blocks still writes its result: it visits one, in which it sees nothing.
     partial = jnp.where(count == 0, 1, partial)
     count = jnp.maximum(count, 1)
-    lengths = jnp.broadcast_to(count, (batch, heads * group, state.shape[2]))
-    lengths = lengths.reshape(batch, heads, group, -1).sum(2).reshape(-1)
-    # Stable: units as long as each other stay together by head, and share its keys in the cache.
-    order = _sorting(-lengths)
-    return Walk(order, count, partial, index)
+    lines = state.shape[2]
+    lengths = jnp.broadcast_to(count, (units.batch, units.heads * units.group, lines))
+    lengths = lengths.reshape(units.batch, units.heads, units.group, lines).sum(2)
+    return Walk(_dealt(lengths.reshape(-1), units), count, partial, index)
+
+
+def _dealt(lengths: jax.Array, units: Units) -> jax.Array:
+    """Which unit each worker does in each lap, [laps, workers]; -1 for none.
+
+    Section by section, so that what the units of a section read stays in the cache. In a section
+    the longest are dealt first, there and back again: who got the longest of one lap gets the
+    shortest of the next. Each section begins with another worker, so that what is still uneven,
+    and uneven in the same way in all sections, comes to all.
+    """
+    sections = _sections(lengths.size, units)
+    size = lengths.size // sections
+    order = _sorting(-lengths.reshape(sections, size))
+    order = order + size * jnp.arange(sections, dtype=jnp.int32)[:, None]
+    laps, workers = -(-size // units.workers), units.workers
+    place = np.arange(laps * workers).reshape(laps, workers)
+    place[1::2] = place[1::2, ::-1]
+    turned = [np.roll(place, i * workers // sections, axis=1) for i in range(sections)]
+    dealt = [one + i * laps * workers for i, one in enumerate(turned)]
+    padding = ((0, 0), (0, laps * workers - size))
+    padded = jnp.pad(order, padding, constant_values=-1).reshape(-1)
+    return padded[np.concatenate(dealt)]
+
+
+def _sections(count: int, units: Units) -> int:
+    """In how many sections to do so many units: few enough that each keeps all workers busy."""
+    fit, best = max(1, _CACHE_BYTES // units.shared_bytes), 1
+    for sections in range(1, units.pairs + 1):
+        if 2 * count < 3 * units.workers * sections:
+            break
+        if units.pairs % sections == 0:
+            best = sections
+            if units.pairs // sections <= fit:
+                break
+    return best
 
 
 def _sorting(numbers: jax.Array) -> jax.Array:
