@@ -5,6 +5,7 @@ through an `Engine`: `HARDWARE` issues warpgroup matmuls, `EMULATION` computes t
 because Pallas' interpreter knows barriers and asynchronous copies but not every form of a matmul.
 """
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 # The multiprocessors of an H100 SXM and of an H200: how many blocks a persistent kernel starts.
@@ -295,6 +297,43 @@ class Hardware:
         """Until every matmul is done."""
         plgpu.wgmma_wait(0)
 
+    def scale_rows(self, x: jax.Array, factors: jax.Array) -> jax.Array:
+        """`x` with each row times its factor; nothing is done where all factors are 1."""
+        layout = plgpu.Layout.WGMMA
+        kind = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
+
+        @plgpu.inline_mgpu(arg_types=(layout, layout, rows_layout()), return_type=kind)
+        def scale(context: Any, x: Any, repeated: Any, factors: Any) -> Any:
+            # A branch of each thread on its own rows, which Pallas cannot say.
+            return _multiplied_where(x, repeated, factors)
+
+        return scale(x, along_rows(factors, x.shape), factors)
+
+
+def _multiplied_where(x: Any, repeated: Any, factors: Any) -> Any:
+    """`x * repeated` in threads that have a factor other than 1, as they lie in registers."""
+    from jax._src.lib.mlir import ir
+    from jax._src.lib.mlir.dialects import arith, scf, vector
+
+    def numbers(register: Any) -> list[Any]:
+        if not isinstance(register.type, ir.VectorType):
+            return [register]
+        size = ir.VectorType(register.type).shape[0]
+        return [vector.extract(register, [], [i]) for i in range(size)]
+
+    one = arith.constant(ir.F32Type.get(), 1.0)
+    own = [number for register in factors.registers.flat for number in numbers(register)]
+    differs = [arith.cmpf(arith.CmpFPredicate.UNE, number, one) for number in own]
+    some = functools.reduce(arith.ori, differs)
+    before = list(x.registers.flat)
+    branch = scf.IfOp(some, [register.type for register in before], has_else=True)
+    with ir.InsertionPoint(branch.then_block):
+        scf.yield_(list((x * repeated).registers.flat))
+    with ir.InsertionPoint(branch.else_block):
+        scf.yield_(before)
+    after = np.asarray(list(branch.results), dtype=object).reshape(x.registers.shape)
+    return type(x)(_registers=after, _layout=x.layout, _is_signed=x.is_signed)
+
 
 class _Held:
     """A value that stands where a kernel has a reference to registers."""
@@ -339,6 +378,9 @@ class Emulation(Hardware):
 
     def wait(self) -> None:
         pass
+
+    def scale_rows(self, x: jax.Array, factors: jax.Array) -> jax.Array:
+        return x * along_rows(factors, x.shape)
 
 
 HARDWARE, EMULATION = Hardware(), Emulation()

@@ -26,6 +26,8 @@ from ejkernel.types.rules import Everything
 
 # The peak of a row that has seen nothing: finite, so that -inf less than it is -inf and not NaN.
 LEAST = -1e30
+# By how many powers of two the peak of a row may be too low.
+SLACK = 8.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,7 +261,9 @@ class _Forward:
         def softmax(products, at, with_mask, peak, mass):
             logits, factor, _ = tile.logits(products, at, with_mask)
             top = gpu.reduce_rows(logits, jnp.maximum, jnp.max) * factor
-            new_peak = jnp.maximum(peak, top)
+            # A peak that is only a little too low stays: weights may be larger than 1, and the
+            # total need not be multiplied.
+            new_peak = jnp.where(top > peak + SLACK, top, peak)
             shrink = jnp.exp2(peak - new_peak)
             weights = jnp.exp2(logits * factor - gpu.along_rows(new_peak, logits.shape))
             mass = mass * shrink + gpu.reduce_rows(weights, jnp.add, jnp.sum)
@@ -317,7 +321,7 @@ class _Forward:
             (total, _), state = engine.run(both, (total, nothing), (*state, state[1]))
             plgpu.barrier_arrive(self.shared.value_free.at[before])
             *state, shrink = state
-            return step + 1, total * gpu.along_rows(shrink, total.shape), *state
+            return step + 1, engine.scale_rows(total, shrink), *state
 
         carry = (step + 1, gpu.full((ROWS, self.value_columns), 0.0), peak, mass, weights)
         start = 1
