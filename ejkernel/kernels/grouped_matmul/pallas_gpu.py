@@ -1,0 +1,177 @@
+"""Grouped matmul on Hopper GPUs, in Pallas: who can be served, and with which tiles."""
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel import settings
+from ejkernel.kernels.common import mosaic_gpu as gpu
+from ejkernel.kernels.grouped_matmul import xla
+from ejkernel.kernels.grouped_matmul.config import GroupedMatmulConfig
+from ejkernel.kernels.grouped_matmul.inputs import Inputs, Outputs, Spec, has_weight
+from ejkernel.kernels.grouped_matmul.pallas_gpu_forward import rows_times_weights
+from ejkernel.kernels.grouped_matmul.pallas_gpu_plan import ROWS, Tiles, fitting, plan
+from ejkernel.kernels.grouped_matmul.pallas_gpu_weights import rows_times_rows
+from ejkernel.ops.implementation import Implementation, Pass
+from ejkernel.ops.platform import Device, device_of
+
+NARROW = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+
+
+def forward(
+    inputs: Inputs, spec: Spec, params: GroupedMatmulConfig | None
+) -> tuple[Outputs, tuple[()]]:
+    """The product of each row and its weight; the backward pass needs nothing of it."""
+    lead = xla._lead(inputs)
+    layout = xla._layout(inputs, lead)
+    rows = layout.sort(xla._flat(inputs.inputs, lead))
+    tiles = chosen_tiles(inputs, params)
+    out = rows_times_weights(
+        rows,
+        inputs.weights,
+        plan(layout.starts, layout.ends, rows.shape[0], tiles.rows),
+        spec.transpose_rhs,
+        spec.output_dtype(inputs),
+        tiles,
+        _interpreted(inputs),
+    )
+    out = layout.restore(out).reshape(*lead, -1, out.shape[-1])
+    if inputs.existing_out is not None:
+        out = jnp.where(has_weight(inputs)[..., None], out, inputs.existing_out.astype(out.dtype))
+    return Outputs(out), ()
+
+
+def backward(
+    inputs: Inputs,
+    _: tuple[()],
+    d_outputs: Outputs,
+    spec: Spec,
+    params: GroupedMatmulConfig | None,
+) -> Inputs:
+    """Gradients: the rows times the transposed weights, and for each weight a sum over its rows."""
+    lead = xla._lead(inputs, d_outputs)
+    layout = xla._layout(inputs, lead)
+    rows, d_out = (layout.sort(xla._flat(x, lead)) for x in (inputs.inputs, d_outputs.out))
+    tiles, interpreted = chosen_tiles(inputs, params), _interpreted(inputs)
+    d_rows = rows_times_weights(
+        d_out,
+        inputs.weights,
+        plan(layout.starts, layout.ends, rows.shape[0], tiles.rows),
+        not spec.transpose_rhs,
+        inputs.inputs.dtype,
+        tiles,
+        interpreted,
+    )
+    pair = (d_out, rows) if spec.transpose_rhs else (rows, d_out)
+    d_weights = rows_times_rows(
+        *pair, layout.starts, layout.ends, chosen_weight_tiles(inputs, params), interpreted
+    )
+    d_existing = None
+    if inputs.existing_out is not None:
+        d_existing = jnp.where(has_weight(inputs)[..., None], 0, d_outputs.out)
+        d_existing = d_existing.astype(inputs.existing_out.dtype)
+    return type(inputs)(
+        layout.restore(d_rows).reshape(*lead, -1, d_rows.shape[-1]),
+        d_weights,
+        existing_out=d_existing,
+    )
+
+
+def why_not(inputs: Inputs, spec: Spec, device: Device) -> str | None:
+    """What keeps these kernels from taking the call, or None."""
+    interpreted = settings.interpret() and device.platform != "gpu"
+    if reason := gpu.why_missing(interpreted):
+        return reason
+    if device.compute_capability != (9, 0) and not interpreted:
+        has = device.compute_capability and ".".join(map(str, device.compute_capability))
+        return f"needs compute capability 9.0 (Hopper), and {device.kind} has {has or 'none'}"
+    dtypes = {jnp.dtype(x.dtype) for x in inputs[:2]}
+    if len(dtypes) > 1 or not dtypes <= set(NARROW):
+        return f"needs bfloat16 or float16 alone, got {', '.join(sorted(map(str, dtypes)))}"
+    if spec.output_dtype(inputs) not in (*NARROW, jnp.dtype(jnp.float32)):
+        return f"gives bfloat16, float16 or float32, not {spec.output_dtype(inputs)}"
+    k, n = inputs.weights.shape[1:][:: -1 if spec.transpose_rhs else 1]
+    for name, size in (("k", k), ("n", n)):
+        if size % 8:
+            return f"needs {name} to be a multiple of 8, got {size}"
+    return None
+
+
+def why_not_backward(inputs: Inputs, spec: Spec, device: Device) -> str | None:
+    """What keeps the backward kernels from taking the call, or None."""
+    if reason := why_not(inputs, spec, device):
+        return reason
+    if (given := spec.output_dtype(inputs)) != inputs.inputs.dtype:
+        return f"takes gradients in the dtype of the inputs, {inputs.inputs.dtype}, not {given}"
+    return None
+
+
+def chosen_tiles(inputs: Inputs, params: GroupedMatmulConfig | None) -> Tiles:
+    """The tiles asked for, in sizes that there are; by default those expected to be fastest."""
+    if params is None:
+        params = _params(_default(inputs))
+    block_m = next((size for size in (16, ROWS) if params.block_m <= size), 2 * ROWS)
+    return fitting(block_m, _width(params), max(2, params.num_stages))
+
+
+def chosen_weight_tiles(inputs: Inputs, params: GroupedMatmulConfig | None) -> Tiles:
+    """The same for the gradient of the weights, of which tiles always have 128 lines."""
+    if params is None:
+        return fitting(2 * ROWS, 256)
+    return fitting(2 * ROWS, _width(params), max(2, params.num_stages))
+
+
+def _width(params: GroupedMatmulConfig) -> int:
+    return 128 if params.block_n <= 128 else 256
+
+
+def _default(inputs: Inputs) -> Tiles:
+    """Tiles with few rows where groups have few: weights are what takes time to bring then."""
+    shape = inputs.inputs.shape
+    rows = shape[-2] * (shape[0] if len(shape) == 3 else 1) / inputs.weights.shape[0]
+    return fitting(16 if rows <= 8 else ROWS if rows <= 48 else 2 * ROWS, 256)
+
+
+def _params(tiles: Tiles) -> GroupedMatmulConfig:
+    return GroupedMatmulConfig(
+        block_m=tiles.block_m,
+        block_n=tiles.block_n,
+        block_k=64,
+        num_warps=4 * (tiles.consumers + 1),
+        num_stages=tiles.stages,
+        platform="pallas",
+    )
+
+
+def heuristic(inputs: Inputs, spec: Spec, device: Device) -> GroupedMatmulConfig:
+    """The tiles expected to be fastest."""
+    return _params(_default(inputs))
+
+
+def candidates(inputs: Inputs, spec: Spec, device: Device) -> list[GroupedMatmulConfig]:
+    """All tiles worth timing."""
+    sizes = [(16, 256), (16, 128), (64, 256), (128, 256), (128, 128)]
+    return [_params(fitting(*size)) for size in sizes]
+
+
+def candidates_backward(inputs: Inputs, spec: Spec, device: Device) -> list[GroupedMatmulConfig]:
+    """The same of the backward pass."""
+    return [_params(fitting(*size)) for size in ((64, 256), (128, 256), (128, 128))]
+
+
+def heuristic_backward(inputs: Inputs, spec: Spec, device: Device) -> GroupedMatmulConfig:
+    return _params(fitting(max(ROWS, _default(inputs).block_m), 256))
+
+
+def _interpreted(inputs: Inputs) -> bool:
+    return settings.interpret() and device_of(jax.tree.leaves(inputs)).platform != "gpu"
+
+
+IMPLEMENTATION = Implementation(
+    forward=Pass(run=forward, why_not=why_not, heuristic=heuristic, candidates=candidates),
+    backward=Pass(
+        run=backward,
+        why_not=why_not_backward,
+        heuristic=heuristic_backward,
+        candidates=candidates_backward,
+    ),
+)
