@@ -64,7 +64,7 @@ def rows_times_weights(
         scratch_types={**scratch, **barriers(tiles, work.copies)},
         **work.launch,
     )
-    return run(rows, weights, plan.tiles.reshape(-1), plan.count)
+    return run(rows, weights, plan.tiles.reshape(-1), plan.passed)
 
 
 class _Forward:
@@ -73,7 +73,7 @@ class _Forward:
     rows: Any  # references, known inside the kernel
     weights: Any
     plan: Any
-    count: Any
+    passed: Any
     out: Any
     shared: dict[str, Any]
     pipe: Pipe
@@ -124,9 +124,9 @@ class _Forward:
         )
         return {"left": left, "right": right, "result": result}
 
-    def body(self, rows, weights, plan, count, out, here, free, done=None, **shared: Any) -> None:
+    def body(self, rows, weights, plan, passed, out, here, free, done=None, **shared: Any) -> None:
         """What every warpgroup does."""
-        self.rows, self.weights, self.plan, self.count, self.out = rows, weights, plan, count, out
+        self.rows, self.weights, self.plan, self.passed, self.out = rows, weights, plan, passed, out
         for name, memory in self.memory.items():
             shared[name] = memory.bind(shared[name])
         self.shared = shared
@@ -147,7 +147,7 @@ class _Forward:
 
     def each_tile(self, program) -> None:
         """`step = program(step, column, group, at, own, stop)` for the tiles of this block."""
-        block, lines = lax.axis_index("block"), self.count[0]
+        block, lines = lax.axis_index("block"), self.passed[self.experts + 1]
         (grid,), total = self.launch["grid"], lines * self.columns
 
         def find(index):
@@ -273,6 +273,7 @@ class _Forward:
             ]
 
         store(
+            self.engine,
             room,
             cut,
             self.tiles.buffers,

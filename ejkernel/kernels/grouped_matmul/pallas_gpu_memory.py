@@ -47,6 +47,7 @@ class Memory:
 
 
 def store(
+    engine: "Engine",
     room: Any,
     cut: Any,
     buffers: int,
@@ -59,6 +60,7 @@ def store(
     """Begin to write the first `rows` of a result [64, columns], 128 bytes of each at a time.
 
     Args:
+        engine: what runs it.
         room: [buffers, 64, 128 bytes], as copies see it.
         cut: the same, as the tensor cores do.
         buffers: how many pieces fit into it.
@@ -72,7 +74,7 @@ def store(
     width = 128 // jnp.dtype(dtype).itemsize
     for piece in range(value.shape[1] // width):
         buffer = piece % buffers
-        plgpu.wait_smem_to_gmem(buffers - 1, wait_read_only=True)
+        plgpu.wait_smem_to_gmem(buffers - 1 if engine.groups else 0, wait_read_only=True)
         part = value[:, piece * width : (piece + 1) * width]
         cut.at[buffer][...] = part.astype(dtype)
         plgpu.commit_smem()
@@ -189,6 +191,8 @@ class Pipe:
 class Engine:
     """Matmuls on the tensor cores, asynchronous and in order."""
 
+    groups = True  # whether copies can be waited for by groups
+
     def accumulate(self, columns: int, held: Any, body: Callable[[Any], None]) -> Any:
         """What `body(sums)` adds to sums [64, columns] of 0, all its matmuls done."""
 
@@ -212,6 +216,8 @@ class Engine:
 
 class Emulation(Engine):
     """The same in the interpreter, where sums are held in memory and matmuls are done at once."""
+
+    groups = False
 
     def accumulate(self, columns: int, held: Any, body: Callable[[Any], None]) -> Any:
         held[...] = jnp.zeros(held.shape, jnp.float32)

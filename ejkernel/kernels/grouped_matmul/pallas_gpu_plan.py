@@ -83,11 +83,11 @@ class Plan(NamedTuple):
 
     Attributes:
         tiles: [most tiles, 4]; a weight past the last stands for none.
-        count: [1], how many there are.
+        passed: how many there are up to each group; the last says how many in all.
     """
 
     tiles: Int[Array, "m 4"]
-    count: Int[Array, "1"]
+    passed: Int[Array, "g"]
 
 
 def plan(starts: Int[Array, "e"], ends: Int[Array, "e"], rows: int, block: int) -> Plan:
@@ -109,7 +109,7 @@ def plan(starts: Int[Array, "e"], ends: Int[Array, "e"], rows: int, block: int) 
     own = begin[group] + (index - (passed - tiles)[group]) * block
     stop = end[group]
     at = jnp.minimum(own, jnp.maximum(begin[group], stop - block))
-    return Plan(jnp.stack([group, at, own, stop], axis=1), passed[-1:])
+    return Plan(jnp.stack([group, at, own, stop], axis=1), passed)
 
 
 def place(index: Any, lines: Any, columns: int, band: int) -> tuple[Any, Any]:

@@ -236,7 +236,7 @@ class _Weights:
             ]
 
         rows = jnp.where(row < self.c, ROWS, 0)
-        store(room, cut, tiles.buffers, value, self.dtype, target, rows)
+        store(engine, room, cut, tiles.buffers, value, self.dtype, target, rows)
 
     def mask(self, warpgroup, slot, low, high) -> None:
         """Set to 0 what is not of rows `low` to `high` of a step, each warpgroup a part of it."""
