@@ -239,7 +239,7 @@ def test_interpreted_it_multiplies(name, monkeypatch):
 def test_every_access_is_ordered_by_a_barrier(name, monkeypatch):
     monkeypatch.setattr(mosaic_gpu, "MULTIPROCESSORS", 3)
     monkeypatch.setattr(mosaic_gpu, "detect_races", True)
-    # Without a tile that is moved back: two write the same numbers to the same rows then, on purpose.
+    # No tile is moved back: two would write the same numbers to the same rows, on purpose.
     call = CALLS[name] | {"rows": 601, "sizes": [128, 0, 17, 100, 256, 3]}
     with settings.override(interpret=True):
         _check(*_draw(**call))

@@ -28,7 +28,7 @@ def forward(
     out = rows_times_weights(
         rows,
         inputs.weights,
-        plan(layout.starts, layout.ends, rows.shape[0], tiles.rows),
+        plan(layout.starts, layout.ends, rows.shape[0], tiles.block_m),
         spec.transpose_rhs,
         spec.output_dtype(inputs),
         tiles,
@@ -55,7 +55,7 @@ def backward(
     d_rows = rows_times_weights(
         d_out,
         inputs.weights,
-        plan(layout.starts, layout.ends, rows.shape[0], tiles.rows),
+        plan(layout.starts, layout.ends, rows.shape[0], tiles.block_m),
         not spec.transpose_rhs,
         inputs.inputs.dtype,
         tiles,
@@ -149,13 +149,13 @@ def heuristic(inputs: Inputs, spec: Spec, device: Device) -> GroupedMatmulConfig
 
 def candidates(inputs: Inputs, spec: Spec, device: Device) -> list[GroupedMatmulConfig]:
     """All tiles worth timing."""
-    sizes = [(16, 256), (16, 128), (64, 256), (128, 256), (128, 128)]
+    sizes = [(16, 256), (16, 128), (64, 256), (128, 256), (128, 256, 3), (128, 128)]
     return [_params(fitting(*size)) for size in sizes]
 
 
 def candidates_backward(inputs: Inputs, spec: Spec, device: Device) -> list[GroupedMatmulConfig]:
     """The same of the backward pass."""
-    return [_params(fitting(*size)) for size in ((64, 256), (128, 256), (128, 128))]
+    return [_params(fitting(*size)) for size in ((64, 256), (128, 256), (128, 256, 3), (128, 128))]
 
 
 def heuristic_backward(inputs: Inputs, spec: Spec, device: Device) -> GroupedMatmulConfig:

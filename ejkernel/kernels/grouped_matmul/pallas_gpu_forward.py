@@ -27,9 +27,9 @@ from ejkernel.kernels.grouped_matmul.pallas_gpu_plan import (
     STEP,
     Plan,
     Tiles,
+    each_tile,
     launch,
     place,
-    rank,
 )
 
 
@@ -77,7 +77,6 @@ class _Forward:
     out: Any
     shared: dict[str, Any]
     pipe: Pipe
-    rank: Any
 
     def __init__(self, rows, weights, transposed, dtype, tiles, most, interpreted):
         self.tiles, self.transposed, self.dtype = tiles, transposed, dtype
@@ -92,8 +91,7 @@ class _Forward:
         self.whole = not transposed and self.n % STEP == 0
         self.strips = 1 if self.whole or transposed else tiles.block_n // STEP
         self.few = tiles.block_m < ROWS
-        # The rows of a pair take turns, so that both have as many; each copy brings 64 then.
-        self.apart = tiles.consumers if interpreted or tiles.pair else 1
+        self.apart = tiles.consumers if interpreted else 1  # copies for the rows of a step
         self.copies = self.apart + self.strips
         self.memory = self._memory(rows.dtype)
 
@@ -102,7 +100,7 @@ class _Forward:
         all_rows = (stages, tiles.consumers * ROWS, STEP)
         by_warpgroup = (stages, tiles.consumers, ROWS, STEP)
         left = Memory(
-            interleaved(dtype, *(by_warpgroup if tiles.pair else all_rows)),
+            interleaved(dtype, *all_rows),
             tiled(dtype, *by_warpgroup),
             interpreted=self.interpreted,
         )
@@ -124,14 +122,13 @@ class _Forward:
         )
         return {"left": left, "right": right, "result": result}
 
-    def body(self, rows, weights, plan, passed, out, here, free, done=None, **shared: Any) -> None:
+    def body(self, rows, weights, plan, passed, out, here, free, **shared: Any) -> None:
         """What every warpgroup does."""
         self.rows, self.weights, self.plan, self.passed, self.out = rows, weights, plan, passed, out
         for name, memory in self.memory.items():
             shared[name] = memory.bind(shared[name])
         self.shared = shared
-        self.pipe = Pipe(self.tiles.stages, self.engine, here, free, done)
-        self.rank = rank(self.tiles)
+        self.pipe = Pipe(self.tiles.stages, self.engine, here, free)
         warpgroup, consumers = lax.axis_index("warpgroup"), self.tiles.consumers
 
         @gpu.pl.when(warpgroup == consumers)
@@ -143,27 +140,17 @@ class _Forward:
         def compute():
             gpu.share_registers(consumers, copying=False)
             self.each_tile(lambda *tile: self.compute_tile(warpgroup, *tile))
-            self.pipe.finish()
+            gpu.plgpu.wait_smem_to_gmem(0)
 
     def each_tile(self, program) -> None:
         """`step = program(step, column, group, at, own, stop)` for the tiles of this block."""
-        block, lines = lax.axis_index("block"), self.passed[self.experts + 1]
-        (grid,), total = self.launch["grid"], lines * self.columns
+        lines = self.passed[self.experts + 1]
 
         def find(index):
-            line, column = place(
-                jnp.minimum(index, total - 1), lines, self.columns, self.tiles.band
-            )
+            line, column = place(index, lines, self.columns, self.tiles.band)
             return column, *(self.plan[line * 4 + i] for i in range(4))
 
-        def one(lap, carry):
-            step, tile = carry
-            # Known before it is needed: a tile does not begin with waiting for memory.
-            following = find(block + (lap + 1) * grid)
-            return program(step, *tile), following
-
-        laps = lax.div(total - block + grid - 1, grid)
-        lax.fori_loop(0, laps, one, (jnp.int32(0), find(block)))
+        each_tile(lines * self.columns, self.launch["grid"][0], find, program)
 
     def steps_of(self, group) -> Any:
         """How many steps a tile of this group takes: none where rows have no weight."""
@@ -184,9 +171,9 @@ class _Forward:
         ds = gpu.pl.ds
         left, right = self.shared["left"][0], self.shared["right"][0]
         depth = ds(k, STEP)
-        if self.interpreted or self.tiles.pair:
+        if self.interpreted:
             for w in range(self.apart):
-                rows = self.rows.at[ds(at + self.strip(w) * ROWS, ROWS), depth]
+                rows = self.rows.at[ds(at + w * ROWS, ROWS), depth]
                 yield Copy(rows, lambda slot, w=w: left.at[slot, w])
         else:
             # Of the rows in a matmul, those that are not there need not be anything.
@@ -195,23 +182,19 @@ class _Forward:
             yield Copy(self.rows.at[ds(at, count), depth], room)
         if self.transposed:
             weights = self.weights.at[group, ds(first, self.tiles.block_n), depth]
-            yield Copy(weights, lambda slot: right.at[slot], self.tiles.pair)
+            yield Copy(weights, lambda slot: right.at[slot])
             return
         for strip in range(self.strips):
             width = self.tiles.block_n // self.strips
             weights = self.weights.at[group, depth, ds(first + strip * width, width)]
             place = (strip,) if self.strips > 1 or not self.whole else ()
             room = lambda slot, place=place: right.at[(slot, *place)]
-            yield Copy(weights, room, self.tiles.pair)
-
-    def strip(self, warpgroup) -> Any:
-        """Which 64 rows of a tile, or of those of a pair, a warpgroup computes."""
-        return warpgroup * self.tiles.blocks + self.rank
+            yield Copy(weights, room)
 
     def compute_tile(self, warpgroup, step, column, group, at, own, stop):
         """Compute and store the part of a tile that a warpgroup has."""
         tiles, count = self.tiles, self.steps_of(group)
-        row = at + self.strip(warpgroup) * ROWS
+        row = at + warpgroup * ROWS
         span = min(ROWS, tiles.block_m)
         # Of a tile that was moved back, all may have been computed by others.
         active = (row < stop) & (row + span > own)

@@ -72,72 +72,71 @@ def store(
     """
     plgpu, pl = gpu.plgpu, gpu.pl
     width = 128 // jnp.dtype(dtype).itemsize
-    for piece in range(value.shape[1] // width):
-        buffer = piece % buffers
-        plgpu.wait_smem_to_gmem(buffers - 1 if engine.groups else 0, wait_read_only=True)
-        part = value[:, piece * width : (piece + 1) * width]
-        cut.at[buffer][...] = part.astype(dtype)
+    pieces = value.shape[1] // width
+    # All at once where there is room: every wait and every fence stops all threads.
+    together = pieces if pieces <= buffers else 1
+    for first_piece in range(0, pieces, together):
+        # Those of the tile before have long been read.
+        left = buffers - 1 if engine.groups and first_piece else 0
+        plgpu.wait_smem_to_gmem(left, wait_read_only=True)
+        some = range(first_piece, first_piece + together)
+        for piece in some:
+            part = value[:, piece * width : (piece + 1) * width]
+            cut.at[piece % buffers][...] = part.astype(dtype)
         plgpu.commit_smem()
-        # A start that is not known before it runs may reach past the end.
-        columns = pl.ds(lax.axis_index("block") * 0 + piece * width, width)
 
-        def copy(first, count, buffer=buffer, columns=columns):
-            source = room.at[buffer, pl.ds(first, count)] if count < ROWS else room.at[buffer]
-            plgpu.copy_smem_to_gmem(
-                source, target(pl.ds(first, count), columns), commit_group=False
-            )
+        def copy(first, count, some=some):
+            for piece in some:
+                # A start that is not known before it runs may reach past the end.
+                columns = pl.ds(lax.axis_index("block") * 0 + piece * width, width)
+                source = room.at[piece % buffers]
+                if count < ROWS:
+                    source = room.at[piece % buffers, pl.ds(first, count)]
+                place = target(pl.ds(first, count), columns)
+                plgpu.copy_smem_to_gmem(source, place, commit_group=False)
 
         pl.when(rows == most)(lambda copy=copy: copy(0, most))
-
-        @pl.when(rows < most)
-        def edge(copy=copy):
-            count = most // 2
-            while count:
-                some = lax.rem(lax.div(rows, count), 2) == 1
-                before = lax.div(rows, 2 * count) * (2 * count)
-                pl.when(some)(lambda count=count, before=before: copy(before, count))
-                count //= 2
-
+        pl.when(rows < most)(lambda copy=copy: _row_pieces(rows, most, copy))
         plgpu.commit_smem_to_gmem_group()
 
 
-class Copy(NamedTuple):
-    """What a step takes from global memory, and where it goes in a slot.
+def _row_pieces(rows: Any, most: int, copy: Callable[[Any, int], None]) -> None:
+    """`copy(first, count)` for `rows` rows in pieces of powers of two, each at most once."""
+    count = most // 2
+    while count:
+        wanted = lax.rem(lax.div(rows, count), 2) == 1
+        first = lax.div(rows, 2 * count) * (2 * count)
+        gpu.pl.when(wanted)(lambda first=first, count=count: copy(first, count))
+        count //= 2
 
-    Of what a pair of blocks of threads shares, each brings one half to both.
-    """
+
+class Copy(NamedTuple):
+    """What a step takes from global memory, and where it goes in a slot."""
 
     source: Any
     place: Callable[[Any], Any]
-    shared: bool = False
 
 
 def barriers(tiles: Tiles, copies: int) -> dict[str, Any]:
-    """For every slot: that it is filled, that it is free; and that both of a pair are done."""
-    found = {"here": gpu.barriers(tiles.stages, copies)}
-    if not tiles.pair:
-        return found | {"free": gpu.barriers(tiles.stages, tiles.consumers)}
-    both = lambda count: gpu.plgpu.ClusterBarrier(
-        collective_axes=("pair",), num_barriers=count, num_arrivals=tiles.consumers
-    )
-    return found | {"free": both(tiles.stages), "done": both(1)}
+    """For every slot: that its copies are here, that it is free."""
+    return {
+        "here": gpu.barriers(tiles.stages, copies),
+        "free": gpu.barriers(tiles.stages, tiles.consumers),
+    }
 
 
 class Pipe:
     """A ring of steps that one warpgroup fills and others empty."""
 
-    def __init__(self, stages: int, engine: "Engine", here: Any, free: Any, done: Any = None):
-        self.stages, self.engine = stages, engine
-        self.here, self.free, self.done = here, free, done
+    def __init__(self, stages: int, engine: "Engine", here: Any, free: Any):
+        self.stages, self.engine, self.here, self.free = stages, engine, here, free
 
     def fill(self, step: Any, copies: Iterable["Copy"]) -> Any:
         """Begin to copy each source into its place in a slot, once the slot is free."""
         plgpu, slot = gpu.plgpu, lax.rem(step, self.stages)
         gpu.pl.when(step >= self.stages)(lambda: plgpu.barrier_wait(self.free.at[slot]))
-        for source, place, shared in copies:
-            axes = "pair" if shared else None
-            here = self.here.at[slot]
-            plgpu.copy_gmem_to_smem(source, place(slot), here, collective_axes=axes)
+        for source, place in copies:
+            plgpu.copy_gmem_to_smem(source, place(slot), self.here.at[slot])
         return step + 1
 
     def empty(
@@ -179,13 +178,6 @@ class Pipe:
             return step + 1
 
         return lax.fori_loop(0, count, one, step)
-
-    def finish(self) -> None:
-        """Until results are written, and nobody writes to the memory or barriers of this block."""
-        gpu.plgpu.wait_smem_to_gmem(0)
-        if self.done is not None:
-            gpu.plgpu.barrier_arrive(self.done.at[0])
-            gpu.plgpu.barrier_wait(self.done.at[0])
 
 
 class Engine:

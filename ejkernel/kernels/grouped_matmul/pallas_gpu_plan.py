@@ -7,6 +7,7 @@ out as 0.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -29,8 +30,6 @@ class Tiles:
         stages: steps of 64 along k that are kept in flight.
         band: tiles of columns that are visited before the next rows, so that both stay in L2.
         buffers: pieces of the result, 128 bytes wide, that a warpgroup can have under way.
-        pair: whether two blocks of threads compute tiles one below the other in step, each bringing
-            half of the weights for both.
     """
 
     block_m: int
@@ -38,17 +37,6 @@ class Tiles:
     stages: int
     band: int = 8
     buffers: int = 2
-    pair: bool = False
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of threads that work on neighbouring tiles."""
-        return 2 if self.pair else 1
-
-    @property
-    def rows(self) -> int:
-        """Rows of the tiles that are computed together."""
-        return self.block_m * self.blocks
 
     @property
     def consumers(self) -> int:
@@ -60,22 +48,21 @@ class Tiles:
         return self.stages * step + self.consumers * self.buffers * ROWS * 128
 
 
-def fitting(
-    block_m: int,
-    block_n: int,
-    stages: int = 8,
-    band: int = 8,
-    buffers: int = 2,
-    pair: bool = False,
-) -> Tiles:
-    """Tiles of this size with as many stages as shared memory holds.
+def fitting(block_m: int, block_n: int, stages: int = 8, band: int = 8) -> Tiles:
+    """Tiles of this size with as many stages, then as much room for results, as memory holds.
 
-    >>> fitting(128, 256).stages, fitting(16, 256).stages
-    (4, 5)
+    >>> fitting(128, 256)
+    Tiles(block_m=128, block_n=256, stages=4, band=8, buffers=2)
+    >>> fitting(128, 256, stages=3).buffers
+    4
     """
-    sizes = (Tiles(block_m, block_n, count, band, buffers, pair) for count in range(stages, 1, -1))
-    fit = (tiles for tiles in sizes if tiles.shared_bytes <= gpu.SHARED_BYTES + 2048)
-    return next(fit, Tiles(block_m, block_n, 2, band, buffers, pair))
+    room = gpu.SHARED_BYTES + 2048  # barriers are all that there is beside
+    pieces = block_n // ROWS
+    for count in range(stages, 1, -1):
+        sizes = (Tiles(block_m, block_n, count, band, buffers) for buffers in (pieces, 2))
+        if fit := [tiles for tiles in sizes if tiles.shared_bytes <= room]:
+            return fit[0]
+    return Tiles(block_m, block_n, 2, band)
 
 
 class Plan(NamedTuple):
@@ -126,15 +113,31 @@ def place(index: Any, lines: Any, columns: int, band: int) -> tuple[Any, Any]:
 
 def launch(most: int, tiles: Tiles) -> dict[str, Any]:
     """Blocks of threads that stay: one for each multiprocessor, unless there is less to do."""
-    together: dict[str, Any] = {"cluster": (2,), "cluster_names": ("pair",)} if tiles.pair else {}
-    return together | {
-        "grid": (max(1, min(gpu.MULTIPROCESSORS // tiles.blocks, most)),),
+    return {
+        "grid": (max(1, min(gpu.MULTIPROCESSORS, most)),),
         "grid_names": ("block",),
         "num_threads": tiles.consumers + 1,
         "thread_name": "warpgroup",
     }
 
 
-def rank(tiles: Tiles) -> Any:
-    """Which of a pair a block of threads is."""
-    return lax.axis_index("pair") if tiles.pair else 0
+def each_tile(
+    total: Any, grid: int, find: Callable[[Any], tuple], program: Callable[..., Any]
+) -> None:
+    """`step = program(step, *find(index))` for the tiles of this block of threads.
+
+    Each lap begins with another block: the last tile of a line, if it is smaller, is not always
+    the same one's. What `find` reads is read a lap ahead, so that no tile begins with waiting.
+    """
+    block = lax.axis_index("block")
+    before = lambda lap: lap * grid + lax.rem(block + lap, grid)
+    known = lambda lap: find(jnp.minimum(before(lap), total - 1))
+
+    def one(lap, carry):
+        step, tile = carry
+        following = known(lap + 1)
+        return program(step, *tile), following
+
+    whole = lax.div(total, grid)
+    laps = whole + jnp.where(before(whole) < total, 1, 0)
+    lax.fori_loop(0, laps, one, (jnp.int32(0), known(jnp.int32(0))))

@@ -23,7 +23,14 @@ from ejkernel.kernels.grouped_matmul.pallas_gpu_memory import (
     store,
     tiled,
 )
-from ejkernel.kernels.grouped_matmul.pallas_gpu_plan import ROWS, STEP, Tiles, launch, place, rank
+from ejkernel.kernels.grouped_matmul.pallas_gpu_plan import (
+    ROWS,
+    STEP,
+    Tiles,
+    each_tile,
+    launch,
+    place,
+)
 
 # Rows of a tile of the tensor cores, and the numbers in it.
 LINES, NUMBERS = 8, 8 * STEP
@@ -84,12 +91,11 @@ class _Weights:
     shared: dict[str, Any]
     pipe: Pipe
     masked: Any
-    rank: Any
 
     def __init__(self, left, right, experts, tiles, interpreted):
         self.tiles, self.experts, self.dtype = tiles, experts, left.dtype
         self.c, self.d = left.shape[1], right.shape[1]
-        self.lines, self.columns = -(-self.c // tiles.rows), -(-self.d // tiles.block_n)
+        self.lines, self.columns = -(-self.c // tiles.block_m), -(-self.d // tiles.block_n)
         self.total = experts * self.lines * self.columns
         self.launch = launch(self.total, tiles)
         self.interpreted = interpreted
@@ -119,16 +125,13 @@ class _Weights:
         )
         return memory
 
-    def body(
-        self, left, right, starts, ends, out, here, free, masked, done=None, **shared: Any
-    ) -> None:
+    def body(self, left, right, starts, ends, out, here, free, masked, **shared: Any) -> None:
         """What every warpgroup does."""
         self.left, self.right, self.starts, self.ends, self.out = left, right, starts, ends, out
         for name, memory in self.memory.items():
             shared[name] = memory.bind(shared[name])
         self.shared, self.masked = shared, masked
-        self.pipe = Pipe(self.tiles.stages, self.engine, here, free, done)
-        self.rank = rank(self.tiles)
+        self.pipe = Pipe(self.tiles.stages, self.engine, here, free)
         warpgroup, consumers = lax.axis_index("warpgroup"), self.tiles.consumers
 
         @gpu.pl.when(warpgroup == consumers)
@@ -140,27 +143,18 @@ class _Weights:
         def compute():
             gpu.share_registers(consumers, copying=False)
             self.each_tile(lambda *tile: self.compute_tile(warpgroup, *tile))
-            self.pipe.finish()
+            gpu.plgpu.wait_smem_to_gmem(0)
 
     def each_tile(self, program) -> None:
         """`step = program(step, group, line, column, start, end)` for the tiles of this block."""
-        block, each = lax.axis_index("block"), self.lines * self.columns
-        (grid,) = self.launch["grid"]
+        each = self.lines * self.columns
 
         def find(index):
-            index = jnp.minimum(index, self.total - 1)
             group = lax.div(index, each)
             line, column = place(index - group * each, self.lines, self.columns, self.tiles.band)
             return group, line, column, self.starts[group], self.ends[group]
 
-        def one(lap, carry):
-            step, tile = carry
-            # Known before it is needed: a tile does not begin with waiting for memory.
-            following = find(block + (lap + 1) * grid)
-            return program(step, *tile), following
-
-        laps = lax.div(self.total - block + grid - 1, grid)
-        lax.fori_loop(0, laps, one, (jnp.int32(0), find(block)))
+        each_tile(self.total, self.launch["grid"][0], find, program)
 
     def walk(self, start, end) -> tuple[Any, Any]:
         """Where the first step begins, and how many steps there are."""
@@ -183,14 +177,14 @@ class _Weights:
                 copies.append(Copy(self.left.at[rows, columns], room))
             columns = ds(column * tiles.block_n, tiles.block_n)
             room = lambda slot: right.at[slot]
-            copies.append(Copy(self.right.at[rows, columns], room, tiles.pair))
+            copies.append(Copy(self.right.at[rows, columns], room))
             return self.pipe.fill(step, copies)
 
         return lax.fori_loop(0, count, one, step)
 
     def line(self, line, warpgroup) -> Any:
         """The first line of the result that a warpgroup computes."""
-        return line * self.tiles.rows + self.rank * self.tiles.block_m + warpgroup * ROWS
+        return line * self.tiles.block_m + warpgroup * ROWS
 
     def compute_tile(self, warpgroup, step, group, line, column, start, end):
         """Compute and store the part of a tile that a warpgroup has."""
