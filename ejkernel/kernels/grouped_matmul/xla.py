@@ -5,124 +5,48 @@ order of their groups, sorted where they do not come so. A loop over the groups 
 each weight once; its rows go in large tiles as long as they fill one, the rest in smaller ones.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from ejkernel.kernels.common import carry
 from ejkernel.kernels.common.precision import precision
 from ejkernel.kernels.grouped_matmul.config import GroupedMatmulConfig
-from ejkernel.kernels.grouped_matmul.inputs import Inputs, Outputs, Spec, has_weight, local_ids
+from ejkernel.kernels.grouped_matmul.inputs import Inputs, Outputs, Spec
+from ejkernel.kernels.grouped_matmul.layout import Layout, sorted_backward, sorted_forward
 from ejkernel.ops.implementation import Implementation, Pass
 from ejkernel.ops.platform import Device
 
 
 def forward(inputs: Inputs, spec: Spec, params: GroupedMatmulConfig) -> tuple[Outputs, tuple[()]]:
     """The product of each row and its weight; the backward pass needs nothing of it."""
-    lead = _lead(inputs)
-    layout = _layout(inputs, lead)
-    rows = layout.sort(_flat(inputs.inputs, lead))
-    weight_axis = 2 if spec.transpose_rhs else 1
-    out = _times_weights(rows, inputs.weights, weight_axis, layout, params.block_m)
-    out = layout.restore(out).astype(spec.output_dtype(inputs)).reshape(*lead, -1, out.shape[-1])
-    if inputs.existing_out is not None:
-        out = jnp.where(has_weight(inputs)[..., None], out, inputs.existing_out.astype(out.dtype))
-    return Outputs(out), ()
+    return sorted_forward(inputs, spec, functools.partial(_times_weights, block=params.block_m)), ()
 
 
 def backward(
     inputs: Inputs, _: tuple[()], d_outputs: Outputs, spec: Spec, params: GroupedMatmulConfig
 ) -> Inputs:
     """Gradients: the rows times the transposed weights, and for each weight a sum over its rows."""
-    lead = _lead(inputs, d_outputs)
-    layout = _layout(inputs, lead)
-    rows, d_out = (layout.sort(_flat(x, lead)) for x in (inputs.inputs, d_outputs.out))
-    weight_axis = 1 if spec.transpose_rhs else 2
-    d_rows = _times_weights(d_out, inputs.weights, weight_axis, layout, params.block_m)
-    pair = (d_out, rows) if spec.transpose_rhs else (rows, d_out)
-    d_weights = _rows_times_rows(*pair, layout, params.block_m)
-    d_existing = None
-    if inputs.existing_out is not None:
-        d_existing = jnp.where(has_weight(inputs)[..., None], 0, d_outputs.out)
-        d_existing = d_existing.astype(inputs.existing_out.dtype)
-    return type(inputs)(
-        layout.restore(d_rows).astype(inputs.inputs.dtype).reshape(*lead, -1, d_rows.shape[-1]),
-        d_weights.astype(inputs.weights.dtype),
-        existing_out=d_existing,
+    return sorted_backward(
+        inputs,
+        d_outputs,
+        spec,
+        functools.partial(_times_weights, block=params.block_m),
+        functools.partial(_rows_times_rows, block=params.block_m),
     )
-
-
-class _Layout(NamedTuple):
-    """The rows of weight `e` stand from `starts[e]` to `ends[e]`; those without a weight last."""
-
-    starts: Int[Array, "e"]
-    ends: Int[Array, "e"]
-    order: Int[Array, "m"] | None  # the row at each place; None: they come in this order
-    places: Int[Array, "m"] | None  # the place of each row
-
-    def sort(self, rows: Float[Array, "m c"]) -> Float[Array, "m c"]:
-        if self.order is None:
-            return rows
-        return rows.at[self.order].get(mode="promise_in_bounds", unique_indices=True)
-
-    def restore(self, rows: Float[Array, "m c"]) -> Float[Array, "m c"]:
-        if self.places is None:
-            return rows
-        return rows.at[self.places].get(mode="promise_in_bounds", unique_indices=True)
-
-
-def _lead(inputs: Inputs, d_outputs: Outputs | None = None) -> tuple[int, ...]:
-    """The batch axis of calls that were joined, () for one call."""
-    matrices = (inputs.inputs, inputs.existing_out, None if d_outputs is None else d_outputs.out)
-    vectors = (inputs.group_ids, inputs.group_sizes)
-    leads = [x.shape[:-2] for x in matrices if x is not None]
-    return jnp.broadcast_shapes(*leads, *(x.shape[:-1] for x in vectors if x is not None))
-
-
-def _flat(x: jax.Array, lead: tuple[int, ...]) -> jax.Array:
-    """All rows of all joined calls, [m, columns]."""
-    if not lead:
-        return x
-    return jnp.broadcast_to(x, (*lead, *x.shape[-2:])).reshape(-1, x.shape[-1])
-
-
-def _layout(inputs: Inputs, lead: tuple[int, ...]) -> _Layout:
-    rows, weights = inputs.inputs.shape[-2], inputs.weights.shape[0]
-    if not lead and inputs.group_sizes is not None:
-        return _Layout(*_ranges(inputs, rows), None, None)
-    local = jnp.broadcast_to(local_ids(inputs), (*lead, rows)).reshape(-1)
-    index = lax.iota(jnp.int32, local.shape[0])
-    sorted_ids, order = lax.sort((local, index), num_keys=1)
-    own = lax.iota(jnp.int32, weights)
-    starts, ends = (
-        jnp.searchsorted(sorted_ids, own, side=side).astype(jnp.int32) for side in ("left", "right")
-    )
-    places = jnp.zeros_like(order).at[order].set(index, unique_indices=True)
-    return _Layout(starts, ends, order, places)
-
-
-def _ranges(inputs: Inputs, rows: int) -> tuple[jax.Array, jax.Array]:
-    """Where the rows of each weight start and end, from the sizes of all groups."""
-    sizes = jnp.asarray(inputs.group_sizes)
-    ends = jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), rows)
-    starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
-    if inputs.groups is None:
-        return starts, ends
-    groups = jnp.asarray(inputs.groups)
-    there = (groups >= 0) & (groups < sizes.shape[0])
-    groups = jnp.where(there, groups, 0)
-    return jnp.where(there, starts[groups], 0), jnp.where(there, ends[groups], 0)
 
 
 def _times_weights(
     rows: Float[Array, "m c"],
     weights: Float[Array, "e _ _"],
     weight_axis: int,
-    layout: _Layout,
+    layout: Layout,
+    out_dtype: Any,
     block: int,
 ) -> Float[Array, "m d"]:
     """Each row times its weight, contracted with this axis of it; 0 for rows without a weight."""
@@ -144,11 +68,15 @@ def _times_weights(
         return _over_tiles(layout.starts[e], layout.ends[e], sizes, tile, out)
 
     out = carry.zeros((total, columns), dtype, rows, weights, layout)
-    return _over_groups(layout, group, out)
+    return _over_groups(layout, group, out).astype(out_dtype)
 
 
 def _rows_times_rows(
-    left: Float[Array, "m c"], right: Float[Array, "m d"], layout: _Layout, block: int
+    left: Float[Array, "m c"],
+    right: Float[Array, "m d"],
+    layout: Layout,
+    out_dtype: Any,
+    block: int,
 ) -> Float[Array, "e c d"]:
     """For each weight the sum over its rows of `left[r] right[r]^T`; 0 for a group of no rows."""
     dtype = jnp.promote_types(jnp.promote_types(left.dtype, right.dtype), jnp.float32)
@@ -169,7 +97,7 @@ def _rows_times_rows(
         return lax.dynamic_update_index_in_dim(out, matrix, e, axis=0)
 
     out = carry.zeros((layout.starts.shape[0], *shape), dtype, left, right, layout)
-    return _over_groups(layout, group, out)
+    return _over_groups(layout, group, out).astype(out_dtype)
 
 
 def _tile_sizes(block: int, rows: int) -> tuple[int, ...]:
@@ -181,7 +109,7 @@ def _tile_sizes(block: int, rows: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(size for size in sizes if size < rows)) or (rows,)
 
 
-def _over_groups(layout: _Layout, group: Callable[[Any, Any], Any], state: Any) -> Any:
+def _over_groups(layout: Layout, group: Callable[[Any, Any], Any], state: Any) -> Any:
     """`state = group(e, state)` for every weight that has rows."""
     busy = layout.ends > layout.starts
     chosen = jnp.nonzero(busy, size=busy.shape[0], fill_value=0)[0].astype(jnp.int32)
