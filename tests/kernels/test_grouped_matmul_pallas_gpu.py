@@ -246,11 +246,14 @@ def test_every_access_is_ordered_by_a_barrier(name, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    "params",
+    pallas_gpu.candidates(*programs.call(), H200),
+    ids=lambda x: f"{x.block_m}x{x.block_n}x{x.num_stages}",
+)
 @pytest.mark.parametrize("name", CALLS)
-def test_small_calls_in_every_candidate_on_the_card(name):
-    inputs, spec = _draw(**CALLS[name])
-    for params in pallas_gpu.IMPLEMENTATION.forward.choices(inputs, spec, H200):
-        _check(inputs, spec, params, runs=3)
+def test_small_calls_in_every_candidate_on_the_card(name, params):
+    _check(*_draw(**CALLS[name]), params, runs=3)
 
 
 @pytest.mark.gpu

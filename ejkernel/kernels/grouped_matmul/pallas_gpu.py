@@ -1,13 +1,16 @@
 """Grouped matmul on Hopper GPUs, in Pallas: who can be served, and with which tiles."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from ejkernel import settings
 from ejkernel.kernels.common import mosaic_gpu as gpu
-from ejkernel.kernels.grouped_matmul import xla
 from ejkernel.kernels.grouped_matmul.config import GroupedMatmulConfig
-from ejkernel.kernels.grouped_matmul.inputs import Inputs, Outputs, Spec, has_weight
+from ejkernel.kernels.grouped_matmul.inputs import Inputs, Outputs, Spec
+from ejkernel.kernels.grouped_matmul.layout import Layout, sorted_backward, sorted_forward
 from ejkernel.kernels.grouped_matmul.pallas_gpu_forward import rows_times_weights
 from ejkernel.kernels.grouped_matmul.pallas_gpu_plan import ROWS, Tiles, fitting, plan
 from ejkernel.kernels.grouped_matmul.pallas_gpu_weights import rows_times_rows
@@ -21,23 +24,7 @@ def forward(
     inputs: Inputs, spec: Spec, params: GroupedMatmulConfig | None
 ) -> tuple[Outputs, tuple[()]]:
     """The product of each row and its weight; the backward pass needs nothing of it."""
-    lead = xla._lead(inputs)
-    layout = xla._layout(inputs, lead)
-    rows = layout.sort(xla._flat(inputs.inputs, lead))
-    tiles = chosen_tiles(inputs, params)
-    out = rows_times_weights(
-        rows,
-        inputs.weights,
-        plan(layout.starts, layout.ends, rows.shape[0], tiles.block_m),
-        spec.transpose_rhs,
-        spec.output_dtype(inputs),
-        tiles,
-        _interpreted(inputs),
-    )
-    out = layout.restore(out).reshape(*lead, -1, out.shape[-1])
-    if inputs.existing_out is not None:
-        out = jnp.where(has_weight(inputs)[..., None], out, inputs.existing_out.astype(out.dtype))
-    return Outputs(out), ()
+    return sorted_forward(inputs, spec, _times_weights(inputs, params)), ()
 
 
 def backward(
@@ -48,32 +35,23 @@ def backward(
     params: GroupedMatmulConfig | None,
 ) -> Inputs:
     """Gradients: the rows times the transposed weights, and for each weight a sum over its rows."""
-    lead = xla._lead(inputs, d_outputs)
-    layout = xla._layout(inputs, lead)
-    rows, d_out = (layout.sort(xla._flat(x, lead)) for x in (inputs.inputs, d_outputs.out))
+    tiles, interpreted = chosen_weight_tiles(inputs, params), _interpreted(inputs)
+
+    def weight_gradient(left: Any, right: Any, layout: Layout, dtype: Any) -> jax.Array:
+        return rows_times_rows(left, right, layout.starts, layout.ends, tiles, interpreted)
+
+    return sorted_backward(inputs, d_outputs, spec, _times_weights(inputs, params), weight_gradient)
+
+
+def _times_weights(inputs: Inputs, params: GroupedMatmulConfig | None) -> Callable[..., jax.Array]:
+    """The product of sorted rows and the weights of their groups."""
     tiles, interpreted = chosen_tiles(inputs, params), _interpreted(inputs)
-    d_rows = rows_times_weights(
-        d_out,
-        inputs.weights,
-        plan(layout.starts, layout.ends, rows.shape[0], tiles.block_m),
-        not spec.transpose_rhs,
-        inputs.inputs.dtype,
-        tiles,
-        interpreted,
-    )
-    pair = (d_out, rows) if spec.transpose_rhs else (rows, d_out)
-    d_weights = rows_times_rows(
-        *pair, layout.starts, layout.ends, chosen_weight_tiles(inputs, params), interpreted
-    )
-    d_existing = None
-    if inputs.existing_out is not None:
-        d_existing = jnp.where(has_weight(inputs)[..., None], 0, d_outputs.out)
-        d_existing = d_existing.astype(inputs.existing_out.dtype)
-    return type(inputs)(
-        layout.restore(d_rows).reshape(*lead, -1, d_rows.shape[-1]),
-        d_weights,
-        existing_out=d_existing,
-    )
+
+    def run(rows: Any, weights: Any, axis: int, layout: Layout, dtype: Any) -> jax.Array:
+        found = plan(layout.starts, layout.ends, rows.shape[0], tiles.block_m)
+        return rows_times_weights(rows, weights, found, axis == 2, dtype, tiles, interpreted)
+
+    return run
 
 
 def why_not(inputs: Inputs, spec: Spec, device: Device) -> str | None:
