@@ -24,7 +24,6 @@ from ejkernel.kernels.grouped_matmul.triton_gpu_shapes import (
     Shape,
     config,
     fitted,
-    is_exact,
     of_sums,
     shapes,
 )

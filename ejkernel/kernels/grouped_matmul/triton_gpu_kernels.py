@@ -41,8 +41,8 @@ def multiply(rows, weights, order, tiles, existing, out, mode: tl.constexpr):
             inside = inside & (at < mode.n)[None, :]
         at = row[:, None] * mode.n + at[None, :]
         if mode.existing:
-            if weight < 0:
-                total = tl.load(existing + at, mask=inside, other=0.0).to(tl.float32)
+            kept = inside & (weight < 0)
+            total += tl.load(existing + at, mask=kept, other=0.0).to(tl.float32)
         tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
 
 
@@ -71,9 +71,7 @@ def _product(rows, weights, row, weight, column, mode: tl.constexpr):
             columns_inside = (column + own < mode.n)[None, :]
             right_inside = right_inside & columns_inside if mode.uneven_k else columns_inside
         a = tl.load(left, mask=left_inside, other=0.0 if mode.uneven_k else None)
-        b = tl.load(
-            right, mask=right_inside, other=0.0 if mode.uneven_k or mode.uneven_n else None
-        )
+        b = tl.load(right, mask=right_inside, other=0.0 if mode.uneven_k or mode.uneven_n else None)
         total = tl.dot(a, b, total, input_precision=mode.precision)
         left += mode.block_k
         right += mode.block_k * stride
