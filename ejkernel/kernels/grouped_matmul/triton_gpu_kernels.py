@@ -96,7 +96,10 @@ def sum_rows(left, right, order, edges, out, mode: tl.constexpr):
     m = m_start + tl.arange(0, mode.block_m)
     n = n_start + tl.arange(0, mode.block_n)
     step = tl.arange(0, mode.block_k)
-    if not mode.gathers:
+    last = tl.maximum(end - 1, 0)
+    if mode.gathers:
+        row = tl.load(order + tl.minimum(start + step, last))
+    else:
         left += start.to(tl.int64) * mode.m
         right += start.to(tl.int64) * mode.n
         left_at = left + step[:, None] * mode.m + m[None, :]
@@ -105,10 +108,10 @@ def sum_rows(left, right, order, edges, out, mode: tl.constexpr):
     for i in range((end - start + mode.block_k - 1) // mode.block_k):
         inside = (step < end - start - i * mode.block_k)[:, None]
         if mode.gathers:
-            place = tl.minimum(start + i * mode.block_k + step, end - 1)
-            row = tl.load(order + place).to(tl.int64)[:, None]
-            left_at = left + row * mode.m + m[None, :]
-            right_at = right + row * mode.n + n[None, :]
+            left_at = left + row.to(tl.int64)[:, None] * mode.m + m[None, :]
+            right_at = right + row.to(tl.int64)[:, None] * mode.n + n[None, :]
+            # A step ahead, so that no load waits for the place that it loads from.
+            row = tl.load(order + tl.minimum(start + (i + 1) * mode.block_k + step, last))
         # Both: what stands outside may be NaN, and 0 times NaN is not 0.
         left_inside = inside & (m < mode.m)[None, :] if mode.uneven_m else inside
         right_inside = inside & (n < mode.n)[None, :] if mode.uneven_n else inside
