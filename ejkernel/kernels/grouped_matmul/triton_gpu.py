@@ -127,7 +127,7 @@ def _rows_times_rows(
     """For each weight the sum over its rows of `left[r] right[r]^T`, [e, m, n]."""
     (rows, m), n = left.shape, right.shape[1]
     weights = where.edges.shape[0] - 3
-    shape = of_sums(shape, m, n, left.dtype == jnp.float32)
+    shape = of_sums(shape, m, n, left.dtype == jnp.float32, where.order is not None)
     mode = Mode(
         m=m,
         n=n,

@@ -90,10 +90,13 @@ def fitted(shape: Shape, columns: int, k: int, exact: bool) -> Shape:
     return shape._replace(block_m=block_m, block_n=min(block_n, 64), block_k=min(block_k, 32))
 
 
-def of_sums(shape: Shape, m: int, n: int, exact: bool) -> Shape:
+def of_sums(shape: Shape, m: int, n: int, exact: bool, gathers: bool) -> Shape:
     """The shape for sums over rows that goes with one for products: there `k` are rows."""
     if exact:
         return fitted(shape, n, 32, True)._replace(block_m=min(32, padded(m)), block_k=16)
+    if gathers and shape.block_n > 128:
+        # Every step computes addresses anew: two programs at a time hide that from each other.
+        shape = shape._replace(block_n=128, warps=4, stages=3)
     # Few rows of a weight are a short sum: then the tile of results is all there is to do.
     few = shape.block_m < 64
     block_m, block_k = (64, 16) if few else (shape.block_m, min(shape.block_k, 64))
