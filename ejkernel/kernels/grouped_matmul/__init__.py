@@ -12,8 +12,8 @@ OP = Op(
     reference="ejkernel.kernels.grouped_matmul.reference",
     sources=[
         Source(Platform.PALLAS, Backend.GPU, "ejkernel.kernels.grouped_matmul.pallas_gpu"),
-        Source(Platform.XLA, Backend.ANY, "ejkernel.kernels.grouped_matmul.xla"),
         Source(Platform.TRITON, Backend.GPU, "ejkernel.kernels.grouped_matmul.triton_gpu"),
+        Source(Platform.XLA, Backend.ANY, "ejkernel.kernels.grouped_matmul.xla"),
     ],
     operands=("inputs", "weights", "group_ids", "group_offset", "existing_out"),
     shardable=frozenset("rekn"),
