@@ -13,6 +13,7 @@ OP = Op(
     sources=[
         Source(Platform.PALLAS, Backend.GPU, "ejkernel.kernels.grouped_matmul.pallas_gpu"),
         Source(Platform.TRITON, Backend.GPU, "ejkernel.kernels.grouped_matmul.triton_gpu"),
+        Source(Platform.PALLAS, Backend.TPU, "ejkernel.kernels.grouped_matmul.pallas_tpu"),
         Source(Platform.XLA, Backend.ANY, "ejkernel.kernels.grouped_matmul.xla"),
     ],
     operands=("inputs", "weights", "group_ids", "group_offset", "existing_out"),
