@@ -246,7 +246,7 @@ def why_not(inputs: Inputs, spec: Spec, device: Device) -> str | None:
         return f"needs float32 or bfloat16 alone, got {', '.join(sorted(dtypes))}"
     tile = heuristic_backward(inputs, spec, device).block_m
     weights = inputs.weights.shape[0]
-    listed = 8 * (most_steps(_count(inputs), weights, tile) + weights)
+    listed = 4 * (3 * most_steps(_count(inputs), weights, tile) + 2 * weights)
     if listed > _SHARE * core_of(device).smem:
         return "has no room in scalar memory for a list of so many tiles and groups"
     return None

@@ -19,7 +19,7 @@ from ejkernel import settings
 from ejkernel.kernels.common.precision import precision
 from ejkernel.kernels.grouped_matmul.layout import Layout
 from ejkernel.kernels.grouped_matmul.row_tiles import row_tiles
-from ejkernel.types.block_map import EMPTY, FULL, PARTIAL
+from ejkernel.types.block_map import EMPTY, FULL
 
 UNIT = 512
 STRIP = 128
@@ -58,20 +58,21 @@ def times_weights(
     parts = -(-depth // blocks.depth)
     call = _RowsCall(axis, depth, parts, min(blocks.depth, UNIT))
 
-    def rows_at(column, step, part, tile, packed, *_):
-        there = packed[step] & 3 != EMPTY
-        return jnp.where(there, tile[step], 0), jnp.where(there, part, 0)
+    def part_of(step, part, packed):
+        return 0 if parts == 1 else jnp.where(packed[step] & 3 == EMPTY, 0, part)
+
+    def rows_at(column, step, part, tile, packed, source, *_):
+        return source[step], part_of(step, part, packed)
 
     def weights_at(column, step, part, tile, packed, *_):
-        part = jnp.where(packed[step] & 3 != EMPTY, part, 0)
-        weight = jax.lax.shift_right_logical(packed[step], 2)
+        part, weight = part_of(step, part, packed), jax.lax.shift_right_logical(packed[step], 2)
         return (weight, part, column) if axis == 1 else (weight, column, part)
 
     matrix = (blocks.depth, blocks.columns) if axis == 1 else (blocks.columns, blocks.depth)
     return pl.pallas_call(
         call.kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
+            num_scalar_prefetch=5,
             grid=(-(-columns // blocks.columns), tiles.count, parts),
             in_specs=[
                 pl.BlockSpec((blocks.rows, blocks.depth), rows_at),
@@ -100,9 +101,8 @@ class _RowsCall(NamedTuple):
     parts: int
     chunk: int
 
-    def kernel(self, tile, packed, starts, ends, rows, weights, out, sums) -> None:
+    def kernel(self, tile, packed, _, starts, ends, rows, weights, out, sums) -> None:
         step, part = pl.program_id(1), pl.program_id(2)
-        state = packed[step] & 3
         final = self.parts == 1 or part == self.parts - 1
         height, width = out.shape
         wide = unit_of(width)
@@ -110,13 +110,6 @@ class _RowsCall(NamedTuple):
         chunks = -(-rows.shape[1] // self.chunk) - 1
         last = slice(chunks * self.chunk, rows.shape[1])
         begun = chunks > 0 or (self.parts > 1 and part > 0)
-
-        first = (step == 0) | (tile[jnp.maximum(step - 1, 0)] != tile[step])
-
-        @pl.when(first & (part == 0) & (state != FULL))
-        def _():
-            # Rows of no group stay so; those of the groups are written by their steps.
-            out[...] = jnp.zeros_like(out)
 
         def product(at: Any, columns: Any, depth: Any) -> jax.Array:
             one = rows[at, depth]
@@ -139,24 +132,27 @@ class _RowsCall(NamedTuple):
 
             loop(0, chunks, chunk)
 
-        @pl.when(state == FULL)
-        def _():
+        def whole_tile() -> None:
             def unit(row: Any, column: Any) -> None:
                 at, columns = _ds(row, unit_of(height)), _ds(column, wide)
                 add_chunks(at, columns)
 
-                @when(final)
-                def _():
+                def finish() -> None:
                     total = plus(sums, (at, columns), begun, product(at, columns, last))
                     out[at, columns] = total.astype(out.dtype)
 
-                if self.parts > 1:
-                    when(part < self.parts - 1)(lambda: add(at, columns, last, begun))
+                either(final, finish, lambda: add(at, columns, last, begun))
 
             grid(height // unit_of(height), width // wide, unit)
 
-        @pl.when(state == PARTIAL)
-        def _():
+        def rows_of_group() -> None:
+            first = (step == 0) | (tile[jnp.maximum(step - 1, 0)] != tile[step])
+
+            @pl.when(first & (part == 0))
+            def _():
+                # Rows of no group stay so; those of the groups are written by their steps.
+                out[...] = jnp.zeros_like(out)
+
             weight, top = jax.lax.shift_right_logical(packed[step], 2), tile[step] * height
             low, high = jnp.maximum(starts[weight] - top, 0), ends[weight] - top
             strip = strip_of(height)
@@ -166,12 +162,13 @@ class _RowsCall(NamedTuple):
                 add_chunks(at, columns)
                 add(at, columns, last, begun)
 
-                @when(final)
-                def _():
+                def finish() -> None:
                     index = row * strip + jax.lax.broadcasted_iota(jnp.int32, (strip, 1), 0)
                     inside = (index >= low) & (index < high)
                     total = sums[at, columns].astype(out.dtype)
                     out[at, columns] = jnp.where(inside, total, out[at, columns])
+
+                either(final, finish, lambda: None)
 
             strips = pl.cdiv(jnp.minimum(high, height), strip)
             loop(
@@ -179,6 +176,8 @@ class _RowsCall(NamedTuple):
                 strips,
                 lambda row: loop(0, width // wide, lambda column: unit(row, column)),
             )
+
+        either(packed[step] & 3 == FULL, whole_tile, rows_of_group)
 
     def _cut(self, one: jax.Array, other: jax.Array, start: Any) -> tuple[jax.Array, jax.Array]:
         """Both with 0 past the end of the sum: there may be NaN, and 0 times NaN is not 0."""
@@ -208,22 +207,19 @@ def rows_times_rows(
     tiles = row_tiles(layout, total, blocks.rows, by_weight=True)
     block = (blocks.depth, blocks.columns)
 
-    def rows_at(step, tile, packed):
-        return jnp.where(packed[step] & 3 != EMPTY, tile[step], 0)
-
     return pl.pallas_call(
         _sum_kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
+            num_scalar_prefetch=5,
             grid=(-(-shape[0] // block[0]), -(-shape[1] // block[1]), tiles.count),
             in_specs=[
                 pl.BlockSpec(
                     (blocks.rows, block[0]),
-                    lambda i, j, step, tile, packed, *_: (rows_at(step, tile, packed), i),
+                    lambda i, j, step, tile, packed, source, *_: (source[step], i),
                 ),
                 pl.BlockSpec(
                     (blocks.rows, block[1]),
-                    lambda i, j, step, tile, packed, *_: (rows_at(step, tile, packed), j),
+                    lambda i, j, step, tile, packed, source, *_: (source[step], j),
                 ),
             ],
             out_specs=pl.BlockSpec(
@@ -245,11 +241,11 @@ def rows_times_rows(
     )(*tiles.scalars(), left, right)
 
 
-def _sum_kernel(tile, packed, starts, ends, left, right, out, *scratch) -> None:
+def _sum_kernel(tile, packed, _, starts, ends, left, right, out, *scratch) -> None:
     sums = scratch[0] if scratch else out
     step, steps = pl.program_id(2), pl.num_programs(2)
     weight_of = lambda i: jax.lax.shift_right_logical(packed[i], 2)
-    weight, state = weight_of(step), packed[step] & 3
+    weight = weight_of(step)
     begun = (step > 0) & (weight_of(jnp.maximum(step - 1, 0)) == weight)
     ahead = weight_of(jnp.minimum(step + 1, packed.shape[0] - 1))
     last = (step == steps - 1) | (ahead != weight)
@@ -260,37 +256,39 @@ def _sum_kernel(tile, packed, starts, ends, left, right, out, *scratch) -> None:
         at = (_ds(i, tall), _ds(j, wide))
         sums[at] = plus(sums, at, before, dot(one, other, (0, 0)))
 
-    @pl.when(state == FULL)
-    def _():
+    def whole_tile() -> None:
+        depth = unit_of(height)
+
         def unit(i: Any, j: Any) -> None:
-            depth = unit_of(height)
-            loop(
-                0,
-                height // depth,
-                lambda row: add(
+            def rows(row: Any) -> None:
+                one, other = (
                     left[_ds(row, depth), _ds(i, tall)],
                     right[_ds(row, depth), _ds(j, wide)],
-                    i,
-                    j,
-                    begun | (row > 0),
-                ),
-            )
+                )
+                add(one, other, i, j, begun | (row > 0))
+
+            loop(0, height // depth, rows)
 
         grid(*many, unit)
 
-    @pl.when(state == PARTIAL)
-    def _():
+    def rows_of_group() -> None:
         top, strip = tile[step] * height, strip_of(height)
         low, high = jnp.maximum(starts[weight] - top, 0), ends[weight] - top
         first = jax.lax.div(low, strip)
 
-        def rows_of_group(row: Any) -> None:
+        @pl.when(packed[step] & 3 == EMPTY)
+        def _():
+            out[...] = jnp.zeros_like(out)
+
+        def rows(row: Any) -> None:
             index = row * strip + jax.lax.broadcasted_iota(jnp.int32, (strip, 1), 0)
             inside = (index >= low) & (index < high)
 
             def unit(i: Any, j: Any) -> None:
-                one = left[_ds(row, strip), _ds(i, tall)]
-                other = right[_ds(row, strip), _ds(j, wide)]
+                one, other = (
+                    left[_ds(row, strip), _ds(i, tall)],
+                    right[_ds(row, strip), _ds(j, wide)],
+                )
                 # Both: what stands outside may be NaN, and 0 times NaN is not 0.
                 one = jnp.where(inside, one, jnp.zeros_like(one))
                 other = jnp.where(inside, other, jnp.zeros_like(other))
@@ -298,17 +296,15 @@ def _sum_kernel(tile, packed, starts, ends, left, right, out, *scratch) -> None:
 
             grid(*many, unit)
 
-        loop(first, pl.cdiv(jnp.minimum(high, height), strip), rows_of_group)
+        loop(first, pl.cdiv(jnp.minimum(high, height), strip), rows)
 
-    if scratch:
+    either(packed[step] & 3 == FULL, whole_tile, rows_of_group)
+    if not scratch:
+        return
 
-        @pl.when(last & (state != EMPTY))
-        def _():
-            out[...] = sums[...].astype(out.dtype)
-
-    @pl.when(state == EMPTY)
+    @pl.when(last & (packed[step] & 3 != EMPTY))
     def _():
-        out[...] = jnp.zeros_like(out)
+        out[...] = sums[...].astype(out.dtype)
 
 
 def dot(left: jax.Array, right: jax.Array, axes: tuple[int, int]) -> jax.Array:
@@ -319,8 +315,10 @@ def dot(left: jax.Array, right: jax.Array, axes: tuple[int, int]) -> jax.Array:
     """
     if left.dtype != right.dtype:
         if left.dtype == jnp.float32:
-            return sum(dot(part, right, axes) for part in _halves(left))
-        return sum(dot(left, part, axes) for part in _halves(right))
+            parts = [(part, right) for part in _halves(left)]
+        else:
+            parts = [(left, part) for part in _halves(right)]
+        return dot(*parts[0], axes) + dot(*parts[1], axes)
     return jax.lax.dot_general(
         left,
         right,
@@ -350,9 +348,12 @@ def _ds(index: Any, size: int) -> Any:
     return pl.ds(pl.multiple_of(index * size, size), size)
 
 
-def when(condition: Any) -> Callable[[Callable[[], None]], Any]:
-    """`pl.when`, without a branch where the condition is known."""
-    return (lambda body: body()) if condition is True else pl.when(condition)
+def either(condition: Any, one: Callable[[], None], other: Callable[[], None]) -> None:
+    """Do one or the other, without a branch where it is known which."""
+    if isinstance(condition, bool):
+        (one if condition else other)()
+    else:
+        jax.lax.cond(condition, one, other)
 
 
 def loop(start: Any, end: Any, body: Callable[[Any], Any]) -> None:

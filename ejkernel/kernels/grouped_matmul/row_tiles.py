@@ -22,6 +22,7 @@ class RowTiles(NamedTuple):
         tile: the tile of rows of a step.
         packed: 4 times the weight of a step, plus its state: all rows of the tile belong to the
             weight, some, or none. The last stands for a tile, or a weight, that has nothing else.
+        source: the tile that a step needs; where it needs none, always the same.
         starts: the first row of each weight.
         ends: the row after its last.
         count: how many steps there are.
@@ -29,13 +30,14 @@ class RowTiles(NamedTuple):
 
     tile: Int[Array, "i"]
     packed: Int[Array, "i"]
+    source: Int[Array, "i"]
     starts: Int[Array, "e"]
     ends: Int[Array, "e"]
     count: Any
 
     def scalars(self) -> tuple[jax.Array, ...]:
         """What goes into scalar memory."""
-        return self.tile, self.packed, self.starts, self.ends
+        return self.tile, self.packed, self.source, self.starts, self.ends
 
 
 def most_steps(rows: int, weights: int, block: int) -> int:
@@ -70,7 +72,8 @@ def row_tiles(layout: Layout, rows: int, block: int, *, by_weight: bool = False)
     some = used[weight] & (starts[weight] < high) & (low < ends[weight])
     every = (starts[weight] <= low) & (high <= ends[weight])
     state = jnp.where(every, FULL, jnp.where(some, PARTIAL, EMPTY))
-    return RowTiles(tile, weight * 4 + state, starts, ends, steps.sum(dtype=jnp.int32))
+    source = jnp.where(state == EMPTY, 0, tile)
+    return RowTiles(tile, weight * 4 + state, source, starts, ends, steps.sum(dtype=jnp.int32))
 
 
 def _in_order(layout: Layout, rows: int) -> tuple[jax.Array, jax.Array]:
