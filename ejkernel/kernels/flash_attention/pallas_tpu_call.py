@@ -109,13 +109,12 @@ class Call:
 
     def tile(self, row: Any, heads: Any, step: Any, result: Any, packed: Any) -> Tile:
         """The tile of a step, read from the list in scalar memory."""
-        owner = jax.lax.div(result[step], self.tiles.blocks)
-        mine = result[step] - owner * self.tiles.blocks
-        if self.tiles.heads > 1:
-            row_of_list = jax.lax.div(owner, self.tiles.heads)
-            heads = owner - row_of_list * self.tiles.heads
-        else:
+        mine, row_of_list = result[step], 0
+        if not self.one_list:
+            owner, mine = _split(mine, self.tiles.blocks)
             row_of_list = owner
+            if self.tiles.heads > 1:
+                row_of_list, heads = _split(owner, self.tiles.heads)
         if self.tiles.batch > 1:
             row = row_of_list
         other = jax.lax.shift_right_logical(packed[step], 2)
@@ -147,7 +146,8 @@ class Call:
 
     def key_head(self, at: Tile) -> Any:
         """The key head of a block of query heads."""
-        return jax.lax.div(at.heads, self.q_heads // self.kv_heads // self.size.heads)
+        blocks = self.q_heads // self.kv_heads // self.size.heads
+        return at.heads if blocks == 1 else jax.lax.div(at.heads, blocks)
 
     def of_rows(self, x: jax.Array, fill: float) -> Operand:
         """[b, n, t] -> [b, n, 1, t], with `fill` past the end of the last block."""
@@ -206,11 +206,27 @@ class Call:
         numbers = [x.array for x in self.mask.operands if x.kind == "scalar"]
         counters = [] if self.inputs.dropout is None else list(self.inputs.dropout)
         return [
-            self.tiles.result,
+            self._results(),
             self.tiles.packed,
             *numbers,
             *(x.reshape(-1).astype(jnp.int32) for x in counters),
         ]
+
+    @property
+    def one_list(self) -> bool:
+        """Whether all batch rows and heads have the same tiles."""
+        return self.tiles.batch == 1 and self.tiles.heads == 1
+
+    def _results(self) -> jax.Array:
+        """The results of the list so that batch row, head and block are told apart by bits alone:
+        scalar units divide slowly, and every step asks for those of several.
+        """
+        if self.one_list:
+            return self.tiles.result
+        owner, mine = jnp.divmod(self.tiles.result, self.tiles.blocks)
+        row, head = jnp.divmod(owner, self.tiles.heads)
+        owner = head + (row << _bits(self.tiles.heads))
+        return mine + (owner << _bits(self.tiles.blocks))
 
     # Inside a kernel
 
@@ -221,7 +237,7 @@ class Call:
         mine = result[step]
         behind = result[jnp.maximum(step - 1, 0)]
         ahead = result[jnp.minimum(step + 1, result.shape[0] - 1)]
-        row = lambda result: jax.lax.div(result, self.tiles.blocks)
+        row = lambda result: 0 if self.one_list else _split(result, self.tiles.blocks)[0]
         return Here(
             tile=self.tile(pl.program_id(0), pl.program_id(1), step, result, packed),
             state=packed[step] & 3,
@@ -336,6 +352,17 @@ class Here(NamedTuple):
     last: Any
     first_of_row: Any
     last_of_row: Any
+
+
+def _bits(count: int) -> int:
+    """How many bits numbers below this take."""
+    return (count - 1).bit_length()
+
+
+def _split(number: Any, count: int) -> tuple[Any, Any]:
+    """What stands above the bits of a number below `count`, and that number."""
+    bits = _bits(count)
+    return jax.lax.shift_right_logical(number, bits), number & ((1 << bits) - 1)
 
 
 def _line(size: int, axis: int) -> tuple[int, int]:

@@ -1,0 +1,184 @@
+"""What is compiled and compared: kernels of ours and their peers, at the same tiles.
+
+Arrays are large enough that the compiler leaves them in main memory, as it does in a model.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+HEADS, LENGTH, WIDTH = 64, 8192, 128  # of attention
+ROWS, DEPTH, COLUMNS, EXPERTS = 32768, 4096, 8192, 8  # of grouped matmul
+_PEERS = "jax.experimental.pallas.ops.tpu."
+
+
+class Part(NamedTuple):
+    """Blocks of a kernel's program that use the matrix unit, by number, and how often each runs."""
+
+    blocks: dict[int, int]
+    units: float  # tiles of 512 x 512 (x 512) that they do in all
+
+
+class Subject(NamedTuple):
+    """A program, and which parts of its kernel stand for what.
+
+    `parts` may be None: everything that uses the matrix unit, of all its kernels.
+    """
+
+    build: Callable[[], tuple[Callable[[Any], Any], Any]]
+    parts: dict[str, Part] | None
+    units: float = 1.0
+
+
+def _array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _inputs(causal: bool) -> Any:
+    from ejkernel.kernels.flash_attention.inputs import Inputs
+    from ejkernel.types.rules import Band, Everything
+
+    x = _array(1, LENGTH, HEADS, WIDTH)
+    return Inputs(x, x, x, mask=Band(None, 0) if causal else Everything())
+
+
+def _flash(block_q: int, block_k: int, causal: bool) -> Any:
+    from ejkernel.kernels.flash_attention import pallas_tpu
+    from ejkernel.kernels.flash_attention.inputs import Spec
+    from ejkernel.ops import FwdParams
+
+    params = FwdParams(q_blocksize=block_q, kv_blocksize=block_k, blocksize_heads=1)
+    spec = Spec(softmax_scale=WIDTH**-0.5)
+    return lambda x: pallas_tpu.forward(x, spec, params), _inputs(causal)
+
+
+def _flash_backward(causal: bool) -> Any:
+    from ejkernel.kernels.flash_attention import pallas_tpu
+    from ejkernel.kernels.flash_attention.inputs import Outputs, Spec
+    from ejkernel.ops import BwdParams
+
+    params = BwdParams(q_blocksize=512, kv_blocksize=512, blocksize_m=LENGTH, blocksize_n=1)
+    spec, inputs = Spec(softmax_scale=WIDTH**-0.5), _inputs(causal)
+    outputs = Outputs(inputs.query, _array(1, HEADS, LENGTH, dtype=jnp.float32))
+    return lambda x: pallas_tpu.backward(*x, spec, params), (inputs, outputs, outputs)
+
+
+def _jax_flash(block_q: int, block_k: int, causal: bool) -> Any:
+    peer = importlib.import_module(_PEERS + "flash_attention")
+    sizes = peer.BlockSizes(block_q=block_q, block_k_major=block_k, block_k=block_k, block_b=1)
+    run = functools.partial(
+        peer.flash_attention, causal=causal, sm_scale=WIDTH**-0.5, block_sizes=sizes
+    )
+    return lambda x: run(*x), (_array(1, HEADS, LENGTH, WIDTH),) * 3
+
+
+def _splash(package: str, block_q: int, block_k: int, causal: bool, backward: bool = False) -> Any:
+    peer = importlib.import_module(package + "splash_attention_kernel")
+    masks = importlib.import_module(package + "splash_attention_mask")
+    one = (masks.CausalMask if causal else masks.FullMask)((LENGTH, LENGTH))
+    sizes = peer.BlockSizes(
+        block_q=block_q,
+        block_kv=block_k,
+        block_kv_compute=block_k,
+        block_q_dkv=block_q,
+        block_kv_dkv=block_k,
+        block_kv_dkv_compute=block_k,
+        use_fused_bwd_kernel=True,
+    )
+    run = peer.make_splash_mha(
+        mask=masks.MultiHeadMask([one] * HEADS), head_shards=1, q_seq_shards=1, block_sizes=sizes
+    )
+    arrays = (_array(HEADS, LENGTH, WIDTH),) * 3
+    if not backward:
+        return lambda x: run(*x), arrays
+    return jax.grad(lambda x: run(*x).astype(jnp.float32).sum()), arrays
+
+
+def _sizes() -> jax.ShapeDtypeStruct:
+    return _array(EXPERTS, dtype=jnp.int32)
+
+
+def _grouped(depth: int, block_k: int, transposed: bool = False) -> Any:
+    from ejkernel.kernels.grouped_matmul import pallas_tpu
+    from ejkernel.kernels.grouped_matmul.config import GroupedMatmulConfig
+    from ejkernel.kernels.grouped_matmul.inputs import Inputs, Spec, TransposedInputs
+
+    params = GroupedMatmulConfig(block_m=512, block_n=512, block_k=block_k)
+    matrix = (COLUMNS, depth) if transposed else (depth, COLUMNS)
+    kind = TransposedInputs if transposed else Inputs
+    inputs = kind(_array(ROWS, depth), _array(EXPERTS, *matrix), group_sizes=_sizes())
+    return lambda x: pallas_tpu.forward(x, Spec(transpose_rhs=transposed), params), inputs
+
+
+def _grouped_gradient() -> Any:
+    from ejkernel.kernels.grouped_matmul import pallas_tpu
+    from ejkernel.kernels.grouped_matmul.config import GroupedMatmulConfig
+    from ejkernel.kernels.grouped_matmul.inputs import Inputs, Outputs, Spec
+
+    params = GroupedMatmulConfig(block_m=512, block_n=512, block_k=512)
+    weights = _array(EXPERTS, DEPTH, COLUMNS)
+    inputs = Inputs(_array(ROWS, DEPTH), weights, group_sizes=_sizes())
+    run = lambda x: pallas_tpu.backward(x[0], (), Outputs(x[1]), Spec(), params).weights
+    return run, (inputs, _array(ROWS, COLUMNS))
+
+
+def _megablox(depth: int, transposed: bool = False) -> Any:
+    peer = importlib.import_module(_PEERS + "megablox.gmm")
+    matrix = (COLUMNS, depth) if transposed else (depth, COLUMNS)
+    run = functools.partial(
+        peer.gmm,
+        preferred_element_type=jnp.bfloat16,
+        tiling=(512, 512, 512),
+        transpose_rhs=transposed,
+    )
+    return lambda x: run(*x), (_array(ROWS, depth), _array(EXPERTS, *matrix), _sizes())
+
+
+def _megablox_gradient() -> Any:
+    peer = importlib.import_module(_PEERS + "megablox.gmm")
+    run = functools.partial(peer.tgmm, preferred_element_type=jnp.bfloat16, tiling=(512, 512, 512))
+    return lambda x: run(*x), (_array(DEPTH, ROWS), _array(ROWS, COLUMNS), _sizes())
+
+
+def _attention(block_q: int, block_k: int) -> dict[str, Subject]:
+    """Without a mask, forward; the only block that uses the matrix unit is the full tile."""
+    units = block_q * block_k / 512**2
+    full = {"full": Part({0: 1}, units)}
+    name = f"{block_q}x{block_k}"
+    splash = _PEERS + "splash_attention."
+    return {
+        f"flash_{name}.ours": Subject(lambda: _flash(block_q, block_k, False), full),
+        f"flash_{name}.jax_flash": Subject(lambda: _jax_flash(block_q, block_k, False), full),
+        f"flash_{name}.jax_splash": Subject(lambda: _splash(splash, block_q, block_k, False), full),
+    }
+
+
+_SPLASH = _PEERS + "splash_attention."
+SUBJECTS: dict[str, Subject] = {
+    **_attention(512, 512),
+    **_attention(512, 1024),
+    **_attention(1024, 1024),
+    "flash_causal.ours": Subject(
+        lambda: _flash(512, 512, True), {"full": Part({0: 1}, 1), "partial": Part({1: 1}, 1)}
+    ),
+    "flash_causal.jax_flash": Subject(
+        lambda: _jax_flash(512, 512, True), {"partial": Part({0: 1}, 1)}
+    ),
+    "flash_causal.jax_splash": Subject(
+        lambda: _splash(_SPLASH, 512, 512, True), {"partial": Part({0: 1}, 1)}
+    ),
+    "flash_backward.ours": Subject(lambda: _flash_backward(False), None),
+    "flash_backward.jax_splash": Subject(
+        lambda: _splash(_SPLASH, 512, 512, False, backward=True), None
+    ),
+    "grouped_512.ours": Subject(lambda: _grouped(512, 512), {"full": Part({0: 1}, 1)}),
+    "grouped_512.megablox": Subject(lambda: _megablox(512), {"full": Part({0: 1}, 1)}),
+    "grouped_4096.ours": Subject(lambda: _grouped(DEPTH, DEPTH), {"full": Part({0: 7, 1: 1}, 8)}),
+    "grouped_4096.megablox": Subject(lambda: _megablox(DEPTH), {"full": Part({1: 7, 0: 1}, 8)}),
+    "grouped_gradient.ours": Subject(_grouped_gradient, {"full": Part({0: 1}, 1)}),
+    "grouped_gradient.megablox": Subject(_megablox_gradient, {"full": Part({0: 1}, 1)}),
+}
