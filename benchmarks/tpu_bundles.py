@@ -140,3 +140,12 @@ def _schedule(name: str, matrix_units: int, used: list[dict[str, int]], text: st
         ahead = [index[end]] if goes_on and end < len(lines) else []
         after.append(ahead + ([] if target is None else [index[target]]))
     return Schedule(name, blocks, after, matrix_units)
+
+
+def vmem(folder: Path, name: str) -> int:
+    """The bytes of VMEM that a kernel holds: where its last allocation ends."""
+    ends = [0]
+    for text in (x.read_text() for x in folder.glob(f"*-{name}-*-post-delay-converter.txt")):
+        found = re.findall(r"space=vmem, size = (\w+), offset = (\w+)", text)
+        ends += [int(size, 0) + int(offset, 0) for size, offset in found]
+    return max(ends)

@@ -17,21 +17,25 @@ _PEERS = "jax.experimental.pallas.ops.tpu."
 
 
 class Part(NamedTuple):
-    """Blocks of a kernel's program that use the matrix unit, by number, and how often each runs."""
+    """Blocks of a kernel's program that use the matrix unit, by number, and how often each runs.
+
+    `units`: tiles of 512 x 512 (x 512) that they do in all; `steps`: in so many steps of the grid,
+    one block in each, or in one step all of them. `ends`: how often what happens at the ends of a
+    row of tiles happens for that.
+    """
 
     blocks: dict[int, int]
-    units: float  # tiles of 512 x 512 (x 512) that they do in all
+    units: float = 1.0
+    steps: int = 1
+    ends: int = 0
 
 
 class Subject(NamedTuple):
-    """A program, and which parts of its kernel stand for what.
-
-    `parts` may be None: everything that uses the matrix unit, of all its kernels.
-    """
+    """A program, which parts of its kernel stand for what, and what is in the kernel's name."""
 
     build: Callable[[], tuple[Callable[[Any], Any], Any]]
-    parts: dict[str, Part] | None
-    units: float = 1.0
+    parts: dict[str, Part]
+    kernel: str = ""
 
 
 def _array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
@@ -144,41 +148,46 @@ def _megablox_gradient() -> Any:
     return lambda x: run(*x), (_array(DEPTH, ROWS), _array(ROWS, COLUMNS), _sizes())
 
 
+_SPLASH = _PEERS + "splash_attention."
+_FULL = {"full": Part({0: 1})}
+_PARTIAL = {"partial": Part({0: 1})}
+
+
 def _attention(block_q: int, block_k: int) -> dict[str, Subject]:
     """Without a mask, forward; the only block that uses the matrix unit is the full tile."""
-    units = block_q * block_k / 512**2
-    full = {"full": Part({0: 1}, units)}
-    name = f"{block_q}x{block_k}"
-    splash = _PEERS + "splash_attention."
+    full = {"full": Part({0: 1}, block_q * block_k / 512**2)}
+    name = f"flash_{block_q}x{block_k}"
     return {
-        f"flash_{name}.ours": Subject(lambda: _flash(block_q, block_k, False), full),
-        f"flash_{name}.jax_flash": Subject(lambda: _jax_flash(block_q, block_k, False), full),
-        f"flash_{name}.jax_splash": Subject(lambda: _splash(splash, block_q, block_k, False), full),
+        f"{name}.ours": Subject(lambda: _flash(block_q, block_k, False), full),
+        f"{name}.jax_flash": Subject(lambda: _jax_flash(block_q, block_k, False), full),
+        f"{name}.jax_splash": Subject(lambda: _splash(_SPLASH, block_q, block_k, False), full),
     }
 
 
-_SPLASH = _PEERS + "splash_attention."
 SUBJECTS: dict[str, Subject] = {
     **_attention(512, 512),
     **_attention(512, 1024),
     **_attention(1024, 1024),
     "flash_causal.ours": Subject(
-        lambda: _flash(512, 512, True), {"full": Part({0: 1}, 1), "partial": Part({1: 1}, 1)}
+        lambda: _flash(512, 512, True), {"full": Part({0: 1}), "partial": Part({1: 1})}
     ),
-    "flash_causal.jax_flash": Subject(
-        lambda: _jax_flash(512, 512, True), {"partial": Part({0: 1}, 1)}
-    ),
-    "flash_causal.jax_splash": Subject(
-        lambda: _splash(_SPLASH, 512, 512, True), {"partial": Part({0: 1}, 1)}
-    ),
-    "flash_backward.ours": Subject(lambda: _flash_backward(False), None),
+    "flash_causal.jax_flash": Subject(lambda: _jax_flash(512, 512, True), _PARTIAL),
+    "flash_causal.jax_splash": Subject(lambda: _splash(_SPLASH, 512, 512, True), _PARTIAL),
+    "flash_backward.ours": Subject(lambda: _flash_backward(False), _FULL),
     "flash_backward.jax_splash": Subject(
-        lambda: _splash(_SPLASH, 512, 512, False, backward=True), None
+        lambda: _splash(_SPLASH, 512, 512, False, backward=True), _FULL, "dkv"
     ),
-    "grouped_512.ours": Subject(lambda: _grouped(512, 512), {"full": Part({0: 1}, 1)}),
-    "grouped_512.megablox": Subject(lambda: _megablox(512), {"full": Part({0: 1}, 1)}),
-    "grouped_4096.ours": Subject(lambda: _grouped(DEPTH, DEPTH), {"full": Part({0: 7, 1: 1}, 8)}),
-    "grouped_4096.megablox": Subject(lambda: _megablox(DEPTH), {"full": Part({1: 7, 0: 1}, 8)}),
-    "grouped_gradient.ours": Subject(_grouped_gradient, {"full": Part({0: 1}, 1)}),
-    "grouped_gradient.megablox": Subject(_megablox_gradient, {"full": Part({0: 1}, 1)}),
+    "grouped_512.ours": Subject(lambda: _grouped(512, 512), _FULL),
+    # It sets its sums to zero before the first product, which is all there is 512 deep.
+    "grouped_512.megablox": Subject(lambda: _megablox(512), {"full": Part({0: 1}, ends=1)}),
+    # Ours holds the whole depth and loops over it; the last of eight rounds writes the result.
+    "grouped_4096.ours": Subject(
+        lambda: _grouped(DEPTH, DEPTH), {"full": Part({0: 7, 1: 1}, units=8)}
+    ),
+    # Eight steps of the grid, of which the last masks and writes the result.
+    "grouped_4096.megablox": Subject(
+        lambda: _megablox(DEPTH), {"full": Part({1: 7, 0: 1}, units=8, steps=8, ends=1)}
+    ),
+    "grouped_gradient.ours": Subject(_grouped_gradient, _FULL),
+    "grouped_gradient.megablox": Subject(_megablox_gradient, _FULL),
 }

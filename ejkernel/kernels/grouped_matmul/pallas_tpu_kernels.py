@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from ejkernel import settings
 from ejkernel.kernels.common.precision import precision
 from ejkernel.kernels.grouped_matmul.layout import Layout
-from ejkernel.kernels.grouped_matmul.row_tiles import row_tiles
+from ejkernel.kernels.grouped_matmul.row_tiles import FIRST, FLAGS, LAST, STATE, row_tiles
 from ejkernel.types.block_map import EMPTY, FULL
 
 UNIT = 512
@@ -59,13 +59,13 @@ def times_weights(
     call = _RowsCall(axis, depth, parts, min(blocks.depth, UNIT))
 
     def part_of(step, part, packed):
-        return 0 if parts == 1 else jnp.where(packed[step] & 3 == EMPTY, 0, part)
+        return 0 if parts == 1 else jnp.where(packed[step] & STATE == EMPTY, 0, part)
 
     def rows_at(column, step, part, tile, packed, source, *_):
         return source[step], part_of(step, part, packed)
 
     def weights_at(column, step, part, tile, packed, *_):
-        part, weight = part_of(step, part, packed), jax.lax.shift_right_logical(packed[step], 2)
+        part, weight = part_of(step, part, packed), jax.lax.shift_right_logical(packed[step], FLAGS)
         return (weight, part, column) if axis == 1 else (weight, column, part)
 
     matrix = (blocks.depth, blocks.columns) if axis == 1 else (blocks.columns, blocks.depth)
@@ -88,6 +88,7 @@ def times_weights(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),
             vmem_limit_bytes=blocks.vmem,
+            disable_bounds_checks=True,  # the list names no block that is not there
         ),
         interpret=settings.interpret(),
     )(*tiles.scalars(), rows, weights)
@@ -146,14 +147,12 @@ class _RowsCall(NamedTuple):
             grid(height // unit_of(height), width // wide, unit)
 
         def rows_of_group() -> None:
-            first = (step == 0) | (tile[jnp.maximum(step - 1, 0)] != tile[step])
-
-            @pl.when(first & (part == 0))
+            @pl.when((packed[step] & FIRST > 0) & (part == 0))
             def _():
                 # Rows of no group stay so; those of the groups are written by their steps.
                 out[...] = jnp.zeros_like(out)
 
-            weight, top = jax.lax.shift_right_logical(packed[step], 2), tile[step] * height
+            weight, top = jax.lax.shift_right_logical(packed[step], FLAGS), tile[step] * height
             low, high = jnp.maximum(starts[weight] - top, 0), ends[weight] - top
             strip = strip_of(height)
 
@@ -177,7 +176,7 @@ class _RowsCall(NamedTuple):
                 lambda row: loop(0, width // wide, lambda column: unit(row, column)),
             )
 
-        either(packed[step] & 3 == FULL, whole_tile, rows_of_group)
+        either(packed[step] & STATE == FULL, whole_tile, rows_of_group)
 
     def _cut(self, one: jax.Array, other: jax.Array, start: Any) -> tuple[jax.Array, jax.Array]:
         """Both with 0 past the end of the sum: there may be NaN, and 0 times NaN is not 0."""
@@ -225,7 +224,7 @@ def rows_times_rows(
             out_specs=pl.BlockSpec(
                 (None, *block),
                 lambda i, j, step, tile, packed, *_: (
-                    jax.lax.shift_right_logical(packed[step], 2),
+                    jax.lax.shift_right_logical(packed[step], FLAGS),
                     i,
                     j,
                 ),
@@ -236,6 +235,7 @@ def rows_times_rows(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"),
             vmem_limit_bytes=blocks.vmem,
+            disable_bounds_checks=True,  # the list names no block that is not there
         ),
         interpret=settings.interpret(),
     )(*tiles.scalars(), left, right)
@@ -243,12 +243,8 @@ def rows_times_rows(
 
 def _sum_kernel(tile, packed, _, starts, ends, left, right, out, *scratch) -> None:
     sums = scratch[0] if scratch else out
-    step, steps = pl.program_id(2), pl.num_programs(2)
-    weight_of = lambda i: jax.lax.shift_right_logical(packed[i], 2)
-    weight = weight_of(step)
-    begun = (step > 0) & (weight_of(jnp.maximum(step - 1, 0)) == weight)
-    ahead = weight_of(jnp.minimum(step + 1, packed.shape[0] - 1))
-    last = (step == steps - 1) | (ahead != weight)
+    step = pl.program_id(2)
+    weight, begun = jax.lax.shift_right_logical(packed[step], FLAGS), packed[step] & FIRST == 0
     height, (tall, wide) = left.shape[0], map(unit_of, sums.shape)
     many = (sums.shape[0] // tall, sums.shape[1] // wide)
 
@@ -276,7 +272,7 @@ def _sum_kernel(tile, packed, _, starts, ends, left, right, out, *scratch) -> No
         low, high = jnp.maximum(starts[weight] - top, 0), ends[weight] - top
         first = jax.lax.div(low, strip)
 
-        @pl.when(packed[step] & 3 == EMPTY)
+        @pl.when(packed[step] & STATE == EMPTY)
         def _():
             out[...] = jnp.zeros_like(out)
 
@@ -298,11 +294,11 @@ def _sum_kernel(tile, packed, _, starts, ends, left, right, out, *scratch) -> No
 
         loop(first, pl.cdiv(jnp.minimum(high, height), strip), rows)
 
-    either(packed[step] & 3 == FULL, whole_tile, rows_of_group)
+    either(packed[step] & STATE == FULL, whole_tile, rows_of_group)
     if not scratch:
         return
 
-    @pl.when(last & (packed[step] & 3 != EMPTY))
+    @pl.when((packed[step] & LAST > 0) & (packed[step] & STATE != EMPTY))
     def _():
         out[...] = sums[...].astype(out.dtype)
 

@@ -14,14 +14,17 @@ from jaxtyping import Array, Int
 from ejkernel.kernels.grouped_matmul.layout import Layout
 from ejkernel.types.block_map import EMPTY, FULL, PARTIAL
 
+STATE, FIRST, LAST, FLAGS = 3, 4, 8, 4
+
 
 class RowTiles(NamedTuple):
     """A list of steps, of which the first `count` are to be made.
 
     Attributes:
         tile: the tile of rows of a step.
-        packed: 4 times the weight of a step, plus its state: all rows of the tile belong to the
-            weight, some, or none. The last stands for a tile, or a weight, that has nothing else.
+        packed: the weight of a step, above `FLAGS` bits. Two are its state: all rows of the tile
+            belong to the weight, some, or none. The last stands for a tile, or a weight, that has
+            nothing else. `FIRST` and `LAST` tell the first and last step of a tile or weight.
         source: the tile that a step needs; where it needs none, always the same.
         starts: the first row of each weight.
         ends: the row after its last.
@@ -72,8 +75,12 @@ def row_tiles(layout: Layout, rows: int, block: int, *, by_weight: bool = False)
     some = used[weight] & (starts[weight] < high) & (low < ends[weight])
     every = (starts[weight] <= low) & (high <= ends[weight])
     state = jnp.where(every, FULL, jnp.where(some, PARTIAL, EMPTY))
-    source = jnp.where(state == EMPTY, 0, tile)
-    return RowTiles(tile, weight * 4 + state, source, starts, ends, steps.sum(dtype=jnp.int32))
+    count, mine = steps.sum(dtype=jnp.int32), weight if by_weight else tile
+    changes = mine[1:] != mine[:-1]
+    first, last = jnp.pad(changes, (1, 0), constant_values=True), jnp.pad(changes, (0, 1))
+    last |= step == count - 1
+    packed = (weight << FLAGS) + jnp.where(last, LAST, 0) + jnp.where(first, FIRST, 0) + state
+    return RowTiles(tile, packed, jnp.where(state == EMPTY, 0, tile), starts, ends, count)
 
 
 def _in_order(layout: Layout, rows: int) -> tuple[jax.Array, jax.Array]:

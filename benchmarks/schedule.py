@@ -1,0 +1,218 @@
+"""Compares the schedules of TPU kernels, ours and their peers', without a TPU.
+
+    PYTHONPATH=.venv/tpu .venv/bin/python benchmarks/schedule.py                  print
+    PYTHONPATH=.venv/tpu .venv/bin/python benchmarks/schedule.py --json FOLDER    and keep
+    ... --generations v5e v6e --only grouped
+
+libtpu compiles for chips that are not there and writes down what it made. Numbers are for a tile of
+512 x 512 (grouped matmul: x 512) and one whole step of the grid; `tpu_bundles.py` says how they are
+counted. No step counts for less than its matrix unit needs. `make test-tpu` installs libtpu.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+
+_BOUNDS = {"v5e": 0.92, "v6e": 0.97}
+
+
+def compile_here(subject: str, generation: str) -> None:
+    """In a process of its own: libtpu reads where to write when it is loaded."""
+    from tpu.ahead_of_time import compiled
+    from tpu_subjects import SUBJECTS
+
+    compiled(generation, *SUBJECTS[subject].build())
+
+
+def measured(subject: str, generation: str) -> list[dict[str, Any]]:
+    """A row for each part of a subject."""
+    from tpu_bundles import schedules, vmem
+    from tpu_subjects import SUBJECTS
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+        environment = {**os.environ, "LIBTPU_INIT_ARGS": arguments, "JAX_PLATFORMS": "cpu"}
+        done = subprocess.run(
+            [sys.executable, __file__, "--compile", subject, generation],
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            raise RuntimeError(f"{subject} for {generation}: {done.stderr[-2000:]}")
+        kernels = [x for x in schedules(Path(folder)) if SUBJECTS[subject].kernel in x.name]
+        held = max(vmem(Path(folder), x.name) for x in kernels)
+    if len(kernels) != 1:
+        raise RuntimeError(f"{subject} has {len(kernels)} kernels: {[x.name for x in kernels]}")
+    name, whose = subject.split(".")
+    return [
+        {
+            "workload": name,
+            "part": part,
+            "kernel": whose,
+            "generation": generation,
+            **costs(kernels[0], chosen),
+            "vmem_mib": round(held / 2**20, 2),
+        }
+        for part, chosen in SUBJECTS[subject].parts.items()
+    ]
+
+
+def costs(schedule: Any, part: Any) -> dict[str, float]:
+    """What one tile takes: the work on it, and its share of the rest of the step."""
+    tiles = [(schedule.tiles[number], times) for number, times in part.blocks.items()]
+    blocks = [(schedule.blocks[i], times) for i, times in tiles]
+    blocks += [(block, part.ends) for block in schedule.ends()]
+    total = lambda value: sum(times * value(block) for block, times in blocks)
+    own = total(lambda block: block.bundles)
+    if part.steps == 1:
+        rest = schedule.overhead(sorted(i for i, _ in tiles))
+    else:
+        rest = sum(times * schedule.overhead([i]) for i, times in tiles)
+    floor = total(lambda block: block.used["mxu"]) / schedule.matrix_units
+    bundles = max(own + rest, floor)
+    counts = {
+        unit: round(total(lambda block, unit=unit: block.used[unit]) / part.units)
+        for unit in ("loads", "stores", "fills", "spills")
+    }
+    return {
+        "bundles": round(bundles / part.units),
+        "of_them_tile": round(own / part.units),
+        "matrix_share": round(floor / bundles, 3),
+        **counts,
+    }
+
+
+def figures(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What is promised: each a ratio of ours to the best peer."""
+    found = []
+    for generation in dict.fromkeys(row["generation"] for row in rows):
+        here = [row for row in rows if row["generation"] == generation]
+        full, bound = ("flash_512x512", "full"), _BOUNDS.get(generation, 1.0)
+        moves = lambda row: row["loads"] + row["stores"]
+        bundles = lambda row: row["bundles"]
+        for name, what, which, value, limit in (
+            ("flash", "flash forward, full tile, bundles", [full], bundles, bound),
+            (
+                "flash_best",
+                "the same, each at its best blocks",
+                [full, ("flash_512x1024", "full"), ("flash_1024x1024", "full")],
+                bundles,
+                1.0,
+            ),
+            ("flash_moves", "the same, vector loads and stores", [full], moves, 1.0),
+            (
+                "flash_partial",
+                "flash forward, causal tile, bundles",
+                [("flash_causal", "partial")],
+                bundles,
+                1.0,
+            ),
+            (
+                "flash_backward",
+                "flash backward, full tile, bundles",
+                [("flash_backward", "full")],
+                bundles,
+                1.1,
+            ),
+            (
+                "grouped",
+                "grouped matmul, 512 deep, bundles",
+                [("grouped_512", "full")],
+                bundles,
+                1.0,
+            ),
+            (
+                "grouped_deep",
+                "grouped matmul, 4096 deep, bundles",
+                [("grouped_4096", "full")],
+                bundles,
+                1.0,
+            ),
+            (
+                "grouped_moves",
+                "the same, vector loads and stores",
+                [("grouped_4096", "full")],
+                moves,
+                1.0,
+            ),
+            (
+                "grouped_gradient",
+                "grouped matmul, gradient of a weight, bundles",
+                [("grouped_gradient", "full")],
+                bundles,
+                1.0,
+            ),
+        ):
+            mine, others = [], []
+            for row in here:
+                if (row["workload"], row["part"]) in which:
+                    (mine if row["kernel"] == "ours" else others).append(value(row))
+            if mine and others:
+                ratio = round(min(mine) / min(others), 3)
+                found.append(
+                    {
+                        "name": f"{generation}_{name}",
+                        "what": f"{generation}: {what}, against the best peer",
+                        "value": ratio,
+                        "unit": "x",
+                        "better": "lower",
+                        "bound": limit,
+                        "holds": ratio <= limit,
+                    }
+                )
+    return found
+
+
+def main() -> None:
+    from tpu_subjects import SUBJECTS
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--compile", nargs=2, metavar=("SUBJECT", "GENERATION"))
+    parser.add_argument("--generations", nargs="+", default=["v5e", "v6e"])
+    parser.add_argument("--only", default="", help="part of the names to compile")
+    parser.add_argument("--json", type=Path, help="folder for tpu_schedule.json")
+    options = parser.parse_args()
+    if options.compile:
+        compile_here(*options.compile)
+        return
+    rows = []
+    heads: list[str] = []
+    for generation in options.generations:
+        for subject in SUBJECTS:
+            if options.only in subject:
+                for row in measured(subject, generation):
+                    if not rows:
+                        heads = list(row)
+                        print(" | ".join(heads))
+                    rows.append(row)
+                    print(" | ".join(str(row[column]) for column in heads), flush=True)
+    judged = figures(rows)
+    for figure in judged:
+        verdict = "holds" if figure["holds"] else "MISSED"
+        print(f"{figure['what']}: {figure['value']} (at most {figure['bound']}) {verdict}")
+    if options.json:
+        from ejkernel.cli.bench import commit
+
+        result = {
+            "device": "TPUs that are not here, by the schedules of their compiler",
+            "versions": {x: importlib.metadata.version(x) for x in ("ejkernel", "jax", "libtpu")},
+            "commit": commit(),
+            "figures": judged,
+            "schedules": rows,
+        }
+        path = options.json / "tpu_schedule.json"
+        path.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
