@@ -100,11 +100,19 @@ def _kernel(call: Call, refs: Refs) -> None:
             there = here.tile.keys * values.shape[0] + there < call.kv_len
             values = jnp.where(there, values, jnp.zeros_like(values))
         kept = None
-        for head, start in itertools.product(
-            range(call.size.heads), range(0, call.size.queries, _ROWS)
-        ):
-            rows = slice(start, start + min(_ROWS, call.size.queries))
-            products = product(query[head, rows], keys, transpose_right=True)
+        parts = [
+            (head, slice(start, start + min(_ROWS, call.size.queries)))
+            for head, start in itertools.product(
+                range(call.size.heads), range(0, call.size.queries, _ROWS)
+            )
+        ]
+        dot = lambda head, rows: product(query[head, rows], keys, transpose_right=True)
+        ahead = dot(*parts[0])
+        for number, (head, rows) in enumerate(parts):
+            # The products of the next rows before the softmax of these, which hides them.
+            products, start = ahead, rows.start
+            if number + 1 < len(parts):
+                ahead = dot(*parts[number + 1])
             of_head = None if bias is None else bias[head if bias.shape[0] > 1 else 0]
             logits, _ = call.logits(products, _rows_of(of_head, rows))
             if allowed is not None:
