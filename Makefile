@@ -11,11 +11,12 @@ bin := $(VENV)/bin
 pip := $(bin)/python -m pip --disable-pip-version-check
 stamp := $(VENV)/.installed
 
-.PHONY: help demo test test-tpu lint format bench tables clean
+.PHONY: help demo test test-tpu test-gpu lint format bench tables clean
 help:
 	@echo "make demo    every operation on this machine, checked and timed"
 	@echo "make test    the test suite; with MARKS='not gpu and not tpu' the slow part of it as well"
 	@echo "make test-tpu  the kernels for TPUs, interpreted and compiled; no TPU is needed"
+	@echo "make test-gpu  the kernels for NVIDIA GPUs, interpreted and compiled; no GPU is needed"
 	@echo "make lint    ruff and pyright (make format mends what ruff can)"
 	@echo "make bench   the figures that README quotes (make tables only writes its tables)"
 	@echo "make clean   remove the environments and caches"
@@ -30,6 +31,13 @@ test: $(stamp)-test
 test-tpu: $(stamp)-tpu
 	PYTHONPATH=$(VENV)/tpu JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 \
 		$(bin)/python -m pytest tests -m "tpu and not slow" -n $(WORKERS) --maxprocesses 8 -q
+
+# Kernels for NVIDIA GPUs: Triton's interpreted and compiled for three generations, Pallas' assembled
+# for an H200. On a GPU, `pytest -m gpu` runs the rest.
+test-gpu: $(stamp)-gpu
+	PYTHONPATH=$(VENV)/cuda JAX_PLATFORMS=cpu \
+		$(bin)/python -m pytest tests/kernels/test_*_triton.py tests/kernels/test_*_pallas_gpu.py \
+		tests/kernels/test_*_cuda.py -m "$(MARKS)" -n $(WORKERS) --maxprocesses 8 -q
 
 lint: $(stamp)-dev
 	$(bin)/ruff check .
@@ -71,6 +79,13 @@ $(stamp)-test: pyproject.toml $(stamp)-package
 $(stamp)-tpu: pyproject.toml $(stamp)-test
 	$(pip) install --quiet --no-deps --upgrade --target $(VENV)/tpu "$$($(bin)/python -c \
 		"import importlib.metadata as m; print(next(r.split(';')[0] for r in m.requires('jax') if r.startswith('libtpu')))")"
+	@touch $@
+
+# XLA's CUDA plugin of JAX's own version, an assembler, and Triton, likewise apart.
+$(stamp)-gpu: pyproject.toml $(stamp)-test
+	version=$$($(bin)/python -c "import jax; print(jax.__version__)") && \
+	$(pip) install --quiet --no-deps --upgrade --target $(VENV)/cuda jax-cuda13-pjrt==$$version \
+		jax-cuda13-plugin==$$version nvidia-cuda-nvcc absl-py triton==3.6.0 "jax-triton>=0.3.1,<0.4"
 	@touch $@
 
 $(stamp)-dev: pyproject.toml $(stamp)-test
