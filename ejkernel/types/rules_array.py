@@ -68,16 +68,26 @@ class _Summary:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Segments(_Match):
-    """`q_ids[q] == kv_ids[k]`, both at least 0: tokens of one segment; negative ids are padding."""
+    """`q_ids[q] == kv_ids[k]`, both at least 0: tokens of one segment; negative ids are padding.
+
+    `documents`, where known, promises that queries and keys have the same ids, that these are below
+    it, never decrease, and that padding comes last: documents laid end to end.
+    """
 
     q_ids: Int[Array, "#b t"] | Int[Array, "t"]
     kv_ids: Int[Array, "#b s"] | Int[Array, "s"]
+    documents: int | None = None
 
     def sliced(self, q_start: Any, q_len: int, k_start: Any, k_len: int) -> Rule:
         return self._changed(
             q_ids=take(self.q_ids, q_start, q_len, -1, fill=-1),
             kv_ids=take(self.kv_ids, k_start, k_len, -1, fill=-1),
+            documents=None,
         )
+
+    def describe(self) -> tuple:
+        # How many documents there are changes from call to call, and no choice follows from it.
+        return ("segments", "array", "array", self.documents is not None)
 
     def _values(self) -> tuple[jax.Array, jax.Array]:
         query, key = self.q_ids.astype(jnp.int32), self.kv_ids.astype(jnp.int32)

@@ -169,7 +169,12 @@ def _ids(cum: jax.Array, tokens: int) -> jax.Array:
 @functools.partial(jax.jit, static_argnames="tokens")
 def _same_segments(cum: jax.Array, tokens: int) -> Segments:
     ids = _ids(cum, tokens)
-    return Segments(ids, ids)
+    return Segments(ids, ids, documents=_rounded(cum.shape[0] - 1))
+
+
+def _rounded(count: int) -> int:
+    """A few documents more, so that not every number of them is another program."""
+    return 1 << max(count - 1, 0).bit_length() if count < 8 else -(-count // 8) * 8
 
 
 @functools.partial(jax.jit, static_argnames=("queries", "keys"))

@@ -16,6 +16,7 @@ OP = Op(
         # Not run on a card yet: taken when asked for, or when tuning finds them right and faster.
         Source(Platform.PALLAS, Backend.GPU, "ejkernel.kernels.flash_attention.pallas_gpu"),
         Source(Platform.TRITON, Backend.GPU, "ejkernel.kernels.flash_attention.triton_gpu"),
+        Source(Platform.CUDA, Backend.GPU, "ejkernel.kernels.flash_attention.cuda"),
     ],
     operands=("query", "key", "value", "bias", "sinks", "cum_seqlens_q", "cum_seqlens_k"),
     shardable=frozenset("bnk"),
