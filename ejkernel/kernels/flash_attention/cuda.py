@@ -70,7 +70,8 @@ def backward(
     share = None if inputs.sinks is None else share_of_keys(residuals.lse, inputs.sinks)
 
     def gradients(value: Any, lse: Any, out: Any, d_out: Any) -> list[jax.Array]:
-        lse = jnp.where(seen, lse, jnp.inf)  # weights of 0 for a row that sees nothing
+        if inputs.bias is not None or not mask.complete:
+            lse = jnp.where(seen, lse, jnp.inf)  # weights of 0 for a row that sees nothing
         rows = lse if packing is None else packing.per_document(lse)
         others = [*operands[:2], value, *operands[3:]]
         return cudnn.call_backward(*others, rows, out, d_out.astype(out.dtype), **settings)
@@ -141,6 +142,8 @@ def why_not(inputs: Inputs, spec: Spec, device: Device) -> str | None:
     bias = inputs.bias
     if bias is not None and bias.shape[2:] != (query.shape[1], inputs.key.shape[1]):
         return f"needs a bias for every query and key, got one of shape {bias.shape}"
+    if query.shape[1] == inputs.key.shape[1] == 1:
+        return "needs more than one query and one key"
     mask = _read(inputs)
     if isinstance(mask, str):
         return mask
@@ -273,18 +276,21 @@ class _Packing:
 
     def per_token(self, rows: jax.Array) -> jax.Array:
         """From rows of documents to [b, n, t]."""
-        batch, count, _, tokens = self.shape
-        ids = jnp.minimum(self.ids, count - 1)
-        place = jnp.arange(tokens) - jnp.take_along_axis(self.starts, ids, 1)
-        rows = rows.reshape(self.shape)
-        taken = rows[jnp.arange(batch)[:, None], ids, :, place]  # [b, t, n]
-        return jnp.swapaxes(taken, 1, 2)
+        batch, count, heads, tokens = self.shape
+        ids = jnp.minimum(self.ids, count - 1)  # [b, t]
+        place = jnp.arange(tokens, dtype=jnp.int32) - jnp.take_along_axis(self.starts, ids, 1)
+        row = (ids + count * jnp.arange(batch, dtype=jnp.int32)[:, None]) * heads
+        head = jnp.arange(heads, dtype=jnp.int32)[:, None]
+        index = (row[:, None] + head) * tokens + place[:, None]
+        return rows.reshape(-1).at[index].get(mode="promise_in_bounds")
 
     def per_document(self, lse: jax.Array) -> jax.Array:
         """From [b, n, t] to rows of documents; their ends, past a document, are never read."""
         batch, count, heads, tokens = self.shape
-        index = jnp.minimum(self.starts[:, :-1, None] + jnp.arange(tokens), tokens - 1)
-        rows = jnp.take_along_axis(lse[:, None], index[:, :, None], -1)
+        place = self.starts[:, :-1, None] + jnp.arange(tokens, dtype=jnp.int32)
+        lane = jnp.arange(batch * heads, dtype=jnp.int32).reshape(batch, 1, heads, 1)
+        index = lane * tokens + jnp.minimum(place, tokens - 1)[:, :, None]
+        rows = lse.reshape(-1).at[index].get(mode="promise_in_bounds")
         return rows.reshape(batch * count, heads, tokens)
 
 
