@@ -2,22 +2,27 @@
 
 python benchmarks/flash_gpu.py                        every case, a table
 python benchmarks/flash_gpu.py --json results.json    and the figures as JSON
-python benchmarks/flash_gpu.py --cases full,window --platforms triton --tune
+python benchmarks/flash_gpu.py --cases full,window --passes forward --platforms triton --tune
+python benchmarks/flash_gpu.py --peers "jax cudnn,torch sdpa" --limit 30 --total 200
 
 A result is compared with the definition in float32 for one key head and its group of query heads:
 its error may be at most twice that of plain attention in bfloat16. What is wrong is not timed.
+Forward and backward passes count as 4 and 10 operations for each visible pair, head and dimension.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
 import json
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import flash_peers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,8 +32,11 @@ from ejkernel.kernels.flash_attention.api import flash_attention
 from ejkernel.kernels.flash_attention.inputs import Inputs
 from ejkernel.ops import default_executor, executor, policy_override
 from ejkernel.ops.executor import Request
+from ejkernel.types.block_map import block_map
 
-PLATFORMS = ("pallas", "triton", "cuda", "xla", "auto")
+PLATFORMS = ("pallas", "triton", "cuda", "auto")
+PEERS = ("jax cudnn", "tokamax", "tokamax tuned", "torch sdpa", "torch flex")
+TILE = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,58 +99,75 @@ def pairs(inputs: Inputs) -> int:
     return inputs.query.shape[0] * sum(int(some(i)) for i in range(0, length, rows))
 
 
+def tiles(inputs: Inputs) -> int:
+    """How many tiles of one head hold a visible pair, over the batch."""
+    queries, keys = inputs.query.shape[1], inputs.key.shape[1]
+    state = block_map(inputs.mask, queries, keys, TILE, TILE).state  # type: ignore[arg-type]
+    return int((state > 0).sum()) * inputs.query.shape[0] // state.shape[0]
+
+
 def part(tree: Any, group: int) -> Any:
     """Of arrays [b, t, n, d] the first batch row, and the heads of the first key head."""
     return jax.tree.map(lambda x: x[:1, :, :group], tree)
 
 
-def errors(inputs: Inputs, spec: Any, run: Callable, backward: bool) -> tuple[float, float]:
-    """Largest error of a run and of plain bfloat16 attention, over the largest number there is."""
-    group = inputs.query.shape[2] // inputs.key.shape[2]
-    few = inputs._replace(
-        query=part(inputs.query, group),
-        key=part(inputs.key, 1),
-        value=part(inputs.value, 1),
-        bias=None if inputs.bias is None else inputs.bias[:, :group],
-    )
-    d_out = jax.random.normal(jax.random.key(9), inputs.query.shape, jnp.bfloat16)
+class Truth:
+    """Output and gradients as they are defined, in float32, and in plain bfloat16 attention."""
 
-    def define(inputs: Inputs, d_out: Any, rounded: Callable = lambda x: x) -> list:
-        take = lambda q, k, v: (
-            reference.forward(inputs._replace(query=q, key=k, value=v), spec, rounded).out
+    def __init__(self, inputs: Inputs, spec: Any, d_out: Any, backward: bool):
+        self.group = group = inputs.query.shape[2] // inputs.key.shape[2]
+        few = inputs._replace(
+            query=part(inputs.query, group),
+            key=part(inputs.key, 1),
+            value=part(inputs.value, 1),
+            bias=None if inputs.bias is None else inputs.bias[:, :group],
         )
-        out, pull_back = jax.vjp(take, *inputs[:3])
-        return [out, *(pull_back(d_out) if backward else ())]
 
-    wide = jax.tree.map(
-        lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, few
-    )
-    narrow = lambda x: x.astype(jnp.bfloat16).astype(jnp.float32)
-    along = part(d_out, group).astype(jnp.float32)
-    with jax.default_matmul_precision("highest"):
-        truth = jax.jit(define)(wide, along)
-        plain = jax.jit(functools.partial(define, rounded=narrow))(wide, along)
-    got = run(inputs, d_out)
-    got = [part(got[0], group), *(part(x, n) for x, n in zip(got[1:], (group, 1, 1), strict=False))]
-    off = lambda x: max(
-        float(jnp.abs(a.astype(jnp.float32) - b).max() / jnp.abs(b).max())
-        for a, b in zip(x, truth, strict=True)
-    )
-    return off(got), off(plain)
+        def define(inputs: Inputs, d_out: Any, rounded: Callable = lambda x: x) -> list:
+            take = lambda q, k, v: (
+                reference.forward(inputs._replace(query=q, key=k, value=v), spec, rounded).out
+            )
+            return differentiated(take, inputs, d_out, backward)
+
+        wide = jax.tree.map(
+            lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, few
+        )
+        narrow = lambda x: x.astype(jnp.bfloat16).astype(jnp.float32)
+        along = part(d_out, group).astype(jnp.float32)
+        with jax.default_matmul_precision("highest"):
+            self._right = jax.jit(define)(wide, along)
+            plain = jax.jit(functools.partial(define, rounded=narrow))(wide, along)
+        self.plain = self._off(plain)
+
+    def error(self, results: list) -> float:
+        """The largest error of a run, over the largest number there is."""
+        heads = (self.group, self.group, 1, 1)
+        return self._off([part(x, n) for x, n in zip(results, heads, strict=False)])
+
+    def _off(self, results: list) -> float:
+        return max(
+            float(jnp.abs(a.astype(jnp.float32) - b).max() / jnp.abs(b).max())
+            for a, b in zip(results, self._right, strict=False)
+        )
 
 
-def ours(spec: Any, platform: str, backward: bool) -> Callable:
+def ours(spec: Any, platform: str) -> Callable:
+    """Query, key, value and the other inputs to the output."""
+
+    def call(q: Any, k: Any, v: Any, inputs: Inputs) -> jax.Array:
+        inputs = inputs._replace(query=q, key=k, value=v)
+        return executor.run(OP, inputs, spec, Request(platform=platform)).out
+
+    return call
+
+
+def jitted(function: Callable, backward: bool) -> Callable:
     """(inputs, d_out) -> output and, with `backward`, gradients of query, key and value."""
-
-    def call(inputs: Inputs, d_out: Any) -> list:
-        run = lambda q, k, v: (
-            executor.run(
-                OP, inputs._replace(query=q, key=k, value=v), spec, Request(platform=platform)
-            ).out
+    return jax.jit(
+        lambda inputs, d_out: differentiated(
+            lambda q, k, v: function(q, k, v, inputs), inputs, d_out, backward
         )
-        return differentiated(run, inputs, d_out, backward)
-
-    return jax.jit(call)
+    )
 
 
 def differentiated(run: Callable, inputs: Inputs, d_out: Any, backward: bool) -> list:
@@ -152,183 +177,210 @@ def differentiated(run: Callable, inputs: Inputs, d_out: Any, backward: bool) ->
     return [out, *pull_back(d_out)]
 
 
-def peers(case: Case, spec: Any, backward: bool) -> dict[str, Callable]:
-    """What others offer in JAX for the case, in the same form."""
-    found: dict[str, Callable] = {}
-    window = case.options.get("sliding_window")
-    if not case.cuts and spec.logits_soft_cap is None:
-        found["jax.nn cudnn"] = lambda q, k, v, bias: jax.nn.dot_product_attention(
-            q,
-            k,
-            v,
-            bias=bias,
-            is_causal=bool(case.options.get("causal")),
-            local_window_size=window and (window[0], 0),
-            implementation="cudnn",
-        )
-    try:
-        import tokamax  # type: ignore[import-not-found]
-
-        if not case.cuts and window is None:
-            found["tokamax"] = lambda q, k, v, bias: tokamax.dot_product_attention(
-                q,
-                k,
-                v,
-                bias=bias,
-                is_causal=bool(case.options.get("causal")),
-                logits_soft_cap=spec.logits_soft_cap,
-            )
-    except ImportError:
-        pass
-
-    def jitted(function: Callable) -> Callable:
-        return jax.jit(
-            lambda inputs, d_out: differentiated(
-                lambda q, k, v: function(q, k, v, inputs.bias), inputs, d_out, backward
-            )
-        )
-
-    return {name: jitted(function) for name, function in found.items()}
-
-
-def torch_peers(case: Case, inputs: Inputs, spec: Any, backward: bool) -> dict[str, Any]:
-    """Torch's attentions, the output checked like that of the others, timed by torch's events."""
-    try:
-        import torch  # type: ignore[import-not-found]
-        from torch.nn.attention import flex_attention as flex  # type: ignore[import-not-found]
-    except ImportError:
-        return {}
-    if not torch.cuda.is_available() or case.bias or "logits_soft_cap" in case.options:
-        return {}
-    tensors = [
-        torch.from_dlpack(x).transpose(1, 2).contiguous().requires_grad_(backward)
-        for x in inputs[:3]
-    ]
-    grouped, length = case.heads != case.kv_heads, case.length
-    causal, window = case.options.get("causal"), case.options.get("sliding_window")
-    calls: dict[str, Callable] = {}
-    if not case.cuts and window is None:
-        calls["torch sdpa"] = lambda: torch.nn.functional.scaled_dot_product_attention(
-            *tensors, is_causal=bool(causal), enable_gqa=grouped
-        )
-    ids = torch.zeros(length, dtype=torch.int32, device="cuda")
-    for i, (a, b) in enumerate(zip(case.cuts, case.cuts[1:], strict=False)):
-        ids[a:b] = i
-    reach = length if window is None else window[0]
-
-    def visible(b: Any, h: Any, q: Any, k: Any) -> Any:
-        return (ids[q] == ids[k]) & (k <= q) & (q - k <= reach)
-
-    blocks = flex.create_block_mask(visible, None, None, length, length) if causal else None
-    compiled = torch.compile(flex.flex_attention)
-    calls["torch flex"] = lambda: compiled(*tensors, block_mask=blocks, enable_gqa=grouped)
-    results: dict[str, Any] = {}
-    for name, call in calls.items():
-
-        def checked(inputs: Inputs, d_out: Any, call: Callable = call) -> list:
-            return [jnp.from_dlpack(call().detach().transpose(1, 2).contiguous())]
-
-        error, plain = errors(inputs, spec, checked, backward=False)
-        if not error <= 2 * plain:
-            results[name] = {"wrong": error, "plain": plain}
-            continue
-
-        def run(call: Callable = call) -> None:
-            out = call()
-            if backward:
-                torch.autograd.grad(out, tensors, torch.ones_like(out))
-
-        for _ in range(3):
-            run()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        samples = []
-        for _ in range(5):
-            begin.record()
-            for _ in range(10):
-                run()
-            end.record()
-            torch.cuda.synchronize()
-            samples.append(begin.elapsed_time(end) / 1e4)
-        results[name] = {"ms": 1e3 * min(samples), "error": error, "plain": plain}
-    return results
-
-
-def seconds_of(run: Callable, *args: Any, samples: int = 5, at_least: float = 0.1) -> float:
-    """Seconds of one call among many back to back; the best of several samples."""
+def seconds_of(run: Callable, *args: Any, samples: int = 5, at_least: float = 0.05) -> float:
+    """Seconds of one call among many back to back; the median of several samples."""
     jax.block_until_ready(run(*args))
-    begin = time.perf_counter()
-    jax.block_until_ready([run(*args) for _ in range(3)])
-    repeats = max(3, int(at_least / max((time.perf_counter() - begin) / 3, 1e-6)))
-    best = float("inf")
-    for _ in range(samples):
+
+    def sample(repeats: int) -> float:
         begin = time.perf_counter()
         for _ in range(repeats):
             out = run(*args)
         jax.block_until_ready(out)
-        best = min(best, (time.perf_counter() - begin) / repeats)
-    return best
+        return (time.perf_counter() - begin) / repeats
+
+    repeats = max(3, int(at_least / max(sample(3), 1e-6)))
+    return float(np.median([sample(repeats) for _ in range(samples)]))
 
 
-def measure(case: Case, platforms: list[str], backward: bool) -> dict[str, Any]:
-    """Every implementation of one case: seconds, TFLOP/s, errors, or why there are none."""
+@contextlib.contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Raise `TimeoutError` after so many seconds, as soon as Python is asked."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"took more than {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.01))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def measure(
+    case: Case, platforms: list[str], others: list[str], backward: bool, limit: float, end: float
+) -> dict[str, Any]:
+    """Every implementation of one case: milliseconds, TFLOP/s, errors, or why there are none."""
     call = default_executor().invocation(flash_attention, **case.arguments())
     inputs, spec = call.inputs, call.spec
     # Two matmuls forward; five backward, one of which repeats the forward.
-    work = (14 if backward else 4) * pairs(inputs) * case.heads * case.dim
+    work = (14 if backward else 4) * case.heads * case.dim
     d_out = jax.random.normal(jax.random.key(9), inputs.query.shape, jnp.bfloat16)
-    runs = {f"ours {name}": ours(spec, name, backward) for name in platforms}
+    truth = Truth(inputs, spec, d_out, backward)
     results: dict[str, Any] = {}
-    for name, run in (runs | peers(case, spec, backward)).items():
+
+    def timed(name: str, result_of: Callable, seconds: Callable) -> None:
         try:
-            error, plain = errors(inputs, spec, run, backward)
-            if not error <= 2 * plain:
-                results[name] = {"wrong": error, "plain": plain}
-                continue
-            seconds = seconds_of(run, inputs, d_out)
-            results[name] = {"ms": 1e3 * seconds, "error": error, "plain": plain}
+            with within(min(limit, end - time.monotonic())):
+                error = truth.error(result_of())
+                fine = {"error": error, "plain": truth.plain}
+                if not error <= 2 * truth.plain:
+                    results[name] = {"wrong": True, **fine}
+                else:
+                    results[name] = {"ms": 1e3 * seconds(), **fine}
         except Exception as failure:  # one that cannot serve must not end the others
             results[name] = {"failed": f"{type(failure).__name__}: {failure}"[:300]}
-    results |= torch_peers(case, inputs, spec, backward)
+
+    runs = {f"ours {name}": ours(spec, name) for name in platforms}
+    for name, function in flash_peers.in_jax(case, spec.softmax_scale).items():
+        if name in others:
+            runs[name] = lambda q, k, v, inputs, function=function: function(q, k, v, inputs.bias)
+    for name, function in runs.items():
+        run = jitted(function, backward)
+        timed(
+            name,
+            lambda run=run, name=name: flash_peers.tuned(name, run, inputs, d_out)(inputs, d_out),
+            lambda run=run: seconds_of(run, inputs, d_out),
+        )
+    if any(name.startswith("torch") for name in others) and importlib.util.find_spec("torch"):
+        torch = flash_peers.Torch(case, inputs, d_out, backward)
+        for name in filter(others.__contains__, torch.calls):
+            one = torch.calls[name]
+            timed(
+                name,
+                functools.partial(torch.result, one),
+                functools.partial(torch.seconds, one, 5, 0.05),
+            )
+    return with_rates(results, work, pairs(inputs), tiles(inputs))
+
+
+def with_rates(results: dict, work: int, seen: int, visited: int) -> dict[str, Any]:
+    """The results with TFLOP/s, those that the visited tiles make, and the best peer's share."""
     timed = {name: result["ms"] for name, result in results.items() if "ms" in result}
-    others = [ms for name, ms in timed.items() if not name.startswith("ours")]
+    best = min((ms for name, ms in timed.items() if not name.startswith("ours")), default=None)
     for name, ms in timed.items():
-        results[name]["tflops"] = work / ms / 1e9
-        if others and name.startswith("ours"):
-            results[name]["of best peer"] = min(others) / ms
+        results[name]["tflops"] = work * seen / ms / 1e9
+        results[name]["tile tflops"] = work * visited * TILE**2 / ms / 1e9
+        if best and name.startswith("ours"):
+            results[name]["ours / best peer"] = best / ms
     return results
+
+
+def host(platform: str) -> dict[str, Any]:
+    """1,000 calls back to back, through us and of the bare kernel, both under jit."""
+    case = Case("host", 1, 1024, 16, 16, 128, CAUSAL)
+    call = default_executor().invocation(flash_attention, **case.arguments())
+    call = dataclasses.replace(call, platform=None if platform == "auto" else platform)
+    choice = default_executor().chooser.choose(call)
+    through = jax.jit(lambda q, k, v: flash_attention(q, k, v, causal=True, platform=platform))
+    bare = jax.jit(
+        lambda q, k, v: (
+            choice.run.run(call.inputs._replace(query=q, key=k, value=v), call.spec, choice.params)[
+                0
+            ].out
+        )
+    )
+    text = through.lower(*call.inputs[:3]).compile().as_text() or ""
+
+    def thousand(run: Callable) -> float:
+        begin = time.perf_counter()
+        for _ in range(1000):
+            out = run(*call.inputs[:3])
+        jax.block_until_ready(out)
+        return time.perf_counter() - begin
+
+    thousand(through), thousand(bare)
+    samples = [(thousand(through), thousand(bare)) for _ in range(5)]
+    ours_ms, bare_ms = (1e3 * float(np.median(x)) for x in zip(*samples, strict=True))
+    return {
+        "ms": ours_ms / 1000,
+        "bare ms": bare_ms / 1000,
+        "ours / bare": ours_ms / bare_ms,
+        "callback": "callback" in text,
+        "serves": choice.source.platform.value,
+    }
+
+
+def table(report: dict[str, Any]) -> str:
+    """A line for each case, pass and platform of ours; its peers in milliseconds."""
+    columns = list(dict.fromkeys(n for rows in report["cases"].values() for n in rows))
+    peers = [name for name in columns if not name.startswith("ours")]
+    lines = [
+        "| case | ours | ms | TF | " + " | ".join(peers) + " | ours / best peer |",
+        "|" + "---|" * (5 + len(peers)),
+    ]
+    of = lambda rows, name: f"{rows[name]['ms']:.3f}" if "ms" in rows.get(name, {}) else "-"
+    for case, rows in report["cases"].items():
+        for name, result in rows.items():
+            if not name.startswith("ours"):
+                continue
+            share = result.get("ours / best peer")
+            said = (case, name.removeprefix("ours "), of(rows, name))
+            said += (f"{result['tflops']:.0f}" if "tflops" in result else "wrong or failed",)
+            said += (*(of(rows, peer) for peer in peers), "-" if share is None else f"{share:.3f}")
+            lines.append(f"| {' | '.join(said)} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Flash attention on a GPU beside its peers.")
-    parser.add_argument("--cases", default=",".join(case.name for case in CASES))
+    parser.add_argument("--cases", default=",".join([*(case.name for case in CASES), "host"]))
     parser.add_argument("--platforms", default=",".join(PLATFORMS))
+    parser.add_argument("--peers", default=",".join(PEERS), help='or "none"')
     parser.add_argument("--passes", default="forward,both")
+    parser.add_argument("--limit", type=float, default=40, help="seconds for one of them in a case")
+    parser.add_argument("--total", type=float, default=230, help="seconds for everything")
     parser.add_argument("--tune", action="store_true", help="measure every candidate first")
     parser.add_argument("--json", help="where to write the figures")
     chosen = parser.parse_args()
-    device = jax.devices()[0]
-    versions = {
-        name: importlib.metadata.version(name)
-        for name in ("ejkernel", "jax", "jaxlib", "triton", "jax-triton", "torch", "tokamax")
-        if importlib.util.find_spec(name.replace("-", "_")) is not None
+    begin = time.monotonic()
+    report: dict[str, Any] = {
+        "device": jax.devices()[0].device_kind,
+        "versions": {
+            name: importlib.metadata.version(name)
+            for name in ("ejkernel", "jax", "jaxlib", "triton", "jax-triton", "torch", "tokamax")
+            if importlib.util.find_spec(name.replace("-", "_")) is not None
+            and name in {x.metadata["Name"].lower() for x in importlib.metadata.distributions()}
+        },
+        "cases": {},
+        "host": {},
     }
-    report: dict[str, Any] = {"device": device.device_kind, "versions": versions, "cases": {}}
-    for case in CASES:
-        if case.name not in chosen.cases.split(","):
-            continue
-        for name in chosen.passes.split(","):
-            with policy_override(default_executor().chooser, allow_autotune=chosen.tune):
-                results = measure(case, chosen.platforms.split(","), name == "both")
-            report["cases"][f"{case.name} {name}"] = results
-            for who, result in results.items():
-                said = ", ".join(
-                    f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
-                    for key, value in result.items()
-                )
-                print(f"{case.name:12} {name:8} {who:14} {said}", flush=True)
-            if chosen.json:
-                with open(chosen.json, "w") as file:
-                    json.dump(report, file, indent=2)
+    platforms, peers = chosen.platforms.split(","), chosen.peers.split(",")
+
+    def save() -> None:
+        report["seconds"] = time.monotonic() - begin
+        if chosen.json:
+            with open(chosen.json, "w") as file:
+                json.dump(report, file, indent=2)
+
+    with policy_override(default_executor().chooser, allow_autotune=chosen.tune):
+        for case in CASES:
+            for name in chosen.passes.split(",") if case.name in chosen.cases.split(",") else ():
+                end = begin + chosen.total
+                if time.monotonic() > end:
+                    print(f"{case.name} {name}: no time left", flush=True)
+                    continue
+                results = measure(case, platforms, peers, name == "both", chosen.limit, end)
+                report["cases"][f"{case.name} {name}"] = results
+                for who, result in results.items():
+                    print(f"{case.name:12} {name:8} {who:14} {said(result)}", flush=True)
+                save()
+        for platform in platforms if "host" in chosen.cases.split(",") else ():
+            try:
+                report["host"][platform] = host(platform)
+            except Exception as failure:
+                report["host"][platform] = {"failed": f"{type(failure).__name__}: {failure}"[:300]}
+            print(f"{'host':21} ours {platform:9} {said(report['host'][platform])}", flush=True)
+            save()
+    print(table(report))
+
+
+def said(result: dict[str, Any]) -> str:
+    return ", ".join(
+        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+        for key, value in result.items()
+    )
 
 
 if __name__ == "__main__":
