@@ -1,6 +1,7 @@
 """`ejkernel tune`: measure configurations for this device and write the table that ships."""
 
 import dataclasses
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -53,6 +54,9 @@ def tune(
         list[str] | None, typer.Option(help="A named call; those marked for tuning by default.")
     ] = None,
     dtype: Annotated[Dtype, typer.Option(help="Type of the arrays.")] = "bfloat16",
+    seconds: Annotated[
+        float | None, typer.Option(min=0.0, help="Begin no call after so many seconds.")
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Timed runs of each candidate.")] = 10,
     output: Annotated[Path, typer.Option(help="Folder of the tables.")] = SHIPPED,
 ) -> None:
@@ -61,9 +65,14 @@ def tune(
     selector = ConfigSelectorChain(ConfigCache(), tuner=Tuner(warmup=1, iters=rounds))
     console = Console()
     table = Table("call", "pass", "fastest", "time", "candidates", "dropped", title=op)
-    entries = {}
+    written: set[Path] = set()
+    begin = time.monotonic()
     with settings.override(autotune_progress=True):
         for one in _workloads(subject, workload):
+            if seconds is not None and time.monotonic() - begin > seconds:
+                table.add_row(one.name, "", "no time left", "", "", "")
+                continue
+            entries = {}
             for call in calls_of(subject, one, dtype):
                 tuned = selector.tune(call)
                 if tuned is None:
@@ -75,8 +84,10 @@ def tune(
                     entries[call.key] = selector.cache.get(call.key)
                 numbers = (f"{tuned.seconds * 1e3:.3f} ms", str(tried), str(len(tuned.dropped)))
                 table.add_row(one.name, call.direction, fastest, *numbers)
+            # After every call, so that whoever stops half-way keeps what is known.
+            written |= set(write_tuned(output, subject.name, entries))
     console.print(table)
-    for path in write_tuned(output, subject.name, entries):
+    for path in sorted(written):
         console.print(f"written: {path}", soft_wrap=True)
-    if not entries:
+    if not written:
         console.print("nothing to write: no call has more than one candidate that works.")

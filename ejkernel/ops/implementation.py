@@ -99,7 +99,8 @@ class Op:
     `shardable`: letters that a mesh may split. `reduced`: those of them that no output has, so that
     the parts that the shards compute are summed. `groups`: `{"k": "n"}` when each key head serves a
     group of query heads. `bucketed`: letters whose exact size does not matter for tuning.
-    `whole`: fields of which every shard gets all but its batch rows and heads.
+    `whole`: fields of which every shard gets all but its batch rows and heads. `quiet`: outputs
+    that most callers drop, so that backward passes are tuned as if they had no gradient.
     `sample(inputs, drawn, spec)`: mends the data drawn for tuning. `operands`: what `in_specs` say.
     """
 
@@ -115,6 +116,7 @@ class Op:
     reduced: frozenset[str] = frozenset()
     whole: frozenset[str] = frozenset()
     bucketed: frozenset[str] = frozenset()
+    quiet: frozenset[str] = frozenset()
     groups: Mapping[str, str] = dataclasses.field(default_factory=dict)
     operands: tuple[str, ...] = ()
     hint: Mapping[str, str] = dataclasses.field(default_factory=dict)

@@ -1,8 +1,11 @@
 """Which candidate is fastest: each is run, checked against a trusted one, then timed."""
 
+import concurrent.futures
 import functools
+import os
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +18,7 @@ from ejkernel.errors import TuningWarning
 from ejkernel.ops import timing
 from ejkernel.ops.implementation import Choice
 from ejkernel.ops.invocation import Invocation
-from ejkernel.ops.platform import Platform
+from ejkernel.ops.platform import Device, Platform
 
 _EPS = float(np.finfo(np.float32).eps)
 
@@ -57,9 +60,10 @@ class Tuner:
         judge = _Judge(inv, choices, arguments)
         measured: list[tuple[Choice, float]] = []
         dropped: list[tuple[Choice, str]] = []
-        for number, choice in enumerate(choices, 1):
-            run = _runner(inv, choice)
+        runs = _compiled([_runner(inv, choice) for choice in choices], arguments, inv.device)
+        for number, (choice, compiled) in enumerate(zip(choices, runs, strict=True), 1):
             try:
+                run = compiled()
                 reason = judge.objection(run(*arguments))
                 seconds = self.measure(run, *arguments) if reason is None else None
             except Exception as error:  # whatever a candidate raises only costs it the race
@@ -85,7 +89,41 @@ class Tuner:
 
 def _runner(inv: Invocation, choice: Choice) -> Any:
     """The candidate's pass as a jitted function of the arguments."""
-    return jax.jit(lambda *arguments: choice.run.run(*arguments, inv.spec, choice.params))
+
+    def run(*arguments: Any) -> Any:
+        if inv.direction == "backward" and inv.op.quiet:
+            *others, d_outputs = arguments
+            # Made in here: a compiler that sees zeros leaves out what they make superfluous.
+            zeros = {name: jnp.zeros_like(getattr(d_outputs, name)) for name in inv.op.quiet}
+            arguments = (*others, d_outputs._replace(**zeros))
+        return choice.run.run(*arguments, inv.spec, choice.params)
+
+    return jax.jit(run)
+
+
+def _compiled(runs: list, arguments: tuple, device: Device) -> list[Callable[[], Any]]:
+    """For each run a function that gives it compiled, or raises why it cannot be.
+
+    For an accelerator the host compiles several at once; all of them are traced here, because
+    JAX keeps its settings per thread.
+    """
+    if device.platform == "cpu":
+        return [lambda run=run: run for run in runs]
+    pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1)
+
+    def begin(run: Any) -> Callable[[], Any]:
+        try:
+            return pool.submit(run.lower(*arguments).compile).result
+        except Exception as error:
+            return functools.partial(_raise, error)
+
+    results = [begin(run) for run in runs]
+    pool.shutdown(wait=False)
+    return results
+
+
+def _raise(error: Exception) -> Any:
+    raise error
 
 
 def _arguments(inv: Invocation) -> tuple:
@@ -153,8 +191,8 @@ class _Judge:
         return None
 
 
-def _arrays(tree: Any) -> list[np.ndarray]:
-    return [np.asarray(x) for x in jax.tree.leaves(tree)]
+def _arrays(tree: Any) -> list[jax.Array]:
+    return [jnp.asarray(x) for x in jax.tree.leaves(tree)]
 
 
 def _widened(tree: Any) -> Any:
@@ -168,22 +206,35 @@ def _widened(tree: Any) -> Any:
     )
 
 
-def _resolution(x: np.ndarray) -> float:
+def _resolution(x: jax.Array) -> float:
     return float(jnp.finfo(x.dtype).eps) if jnp.issubdtype(x.dtype, jnp.floating) else 0.0
 
 
-def _distance(a: np.ndarray, b: np.ndarray) -> float:
+@jax.jit
+def _gap(a: jax.Array, b: jax.Array) -> jax.Array:
     """Largest difference; equal infinities do not differ, a NaN differs from everything."""
-    a, b = a.astype(np.float64), b.astype(np.float64)
-    with np.errstate(invalid="ignore"):
-        gap = np.where(a == b, 0.0, np.abs(a - b))
-    return float(gap.max()) if gap.size else 0.0
+    a, b = _wide(a), _wide(b)
+    return jnp.where(a == b, 0.0, jnp.abs(a - b)).max(initial=0.0)
 
 
-def _largest(x: np.ndarray) -> float:
-    finite = np.abs(x.astype(np.float64))
-    finite = finite[np.isfinite(finite)]
-    return float(finite.max()) if finite.size else 0.0
+@jax.jit
+def _size(x: jax.Array) -> jax.Array:
+    """The largest finite number."""
+    x = jnp.abs(_wide(x))
+    return jnp.where(jnp.isfinite(x), x, 0.0).max(initial=0.0)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _distance(a: jax.Array, b: jax.Array) -> float:
+    # On the device: to fetch long arrays and compare them here would take longer than to tune.
+    return float(_gap(a, b))
+
+
+def _largest(x: jax.Array) -> float:
+    return float(_size(x))
 
 
 def _name(choice: Choice) -> str:

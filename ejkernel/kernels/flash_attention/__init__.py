@@ -21,6 +21,7 @@ OP = Op(
     operands=("query", "key", "value", "bias", "sinks", "cum_seqlens_q", "cum_seqlens_k"),
     shardable=frozenset("bnk"),
     bucketed=frozenset("bts"),
+    quiet=frozenset({"lse"}),
     groups={"k": "n"},
     hint=dict.fromkeys("ts", "; for a split sequence there is ring_attention"),
     sample=sample,

@@ -1,8 +1,10 @@
 """Named calls: the conformance suite, the tuner and the benchmark all read this list."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel.kernels.flash_attention.config import FlashAttentionConfig
 from ejkernel.ops.config import BwdParams, FwdParams
@@ -40,6 +42,75 @@ def _mask(change: Callable[[MaskInfo], MaskInfo] = lambda mask: mask) -> Draw:
     """A mask of 2 x 48 x 48 tokens in three segments and some padding, changed."""
     return value(lambda: change(_segments((20, 9, 19), (30, 10, -8))))
 
+
+def _named(
+    name: str,
+    batch: int,
+    length: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    **options: Any,
+) -> Workload:
+    """A call of a model in training: causal unless said otherwise."""
+    shape = _attention(batch, length, None, heads, kv_heads, head_dim)
+    return Workload(name, shape | {"causal": True} | options, frozenset({"tune"}))
+
+
+def _cut(length: int, documents: int) -> Draw:
+    """Bounds of documents of all lengths that fill a row."""
+    inner = np.random.default_rng(0).choice(np.arange(1, length), documents - 1, replace=False)
+    return value(lambda: jnp.array([0, *np.sort(inner), length], jnp.int32))
+
+
+def _ids(length: int, documents: int) -> Draw:
+    """The same documents as ids of the tokens."""
+
+    def make() -> MaskInfo:
+        cuts = _cut(length, documents).make(None, None)  # pyright: ignore[reportArgumentType]
+        ids = jnp.searchsorted(cuts, jnp.arange(length), side="right").astype(jnp.int32) - 1
+        return MaskInfo.from_segments(ids[None])
+
+    return value(make)
+
+
+# Calls that tuned tables know: attention layers of models, and the shapes that peers are timed on.
+_MODELS = (
+    _named("llama3_8b", 2, 8192, 32, 8, 128),
+    _named("llama3_70b", 1, 8192, 64, 8, 128),
+    _named("qwen3_8b", 1, 32768, 32, 8, 128),
+    _named("qwen3_30b_a3b", 2, 4096, 32, 4, 128),
+    _named("gemma2_9b", 2, 8192, 16, 8, 256, logits_soft_cap=50.0, softmax_scale=0.0625),
+    _named(
+        "gemma2_9b_window",
+        2,
+        8192,
+        16,
+        8,
+        256,
+        logits_soft_cap=50.0,
+        softmax_scale=0.0625,
+        sliding_window=(4095, 0),
+    ),
+    _named("gpt_oss", 2, 8192, 64, 8, 64, softmax_aux=normal(64, 1)),
+    _named(
+        "gpt_oss_window", 2, 8192, 64, 8, 64, softmax_aux=normal(64, 1), sliding_window=(127, 0)
+    ),
+    _named("pretraining_16k", 1, 16384, 16, 16, 128),
+    _named("pretraining_64k", 1, 65536, 16, 4, 128),
+    _named("encoder_16k", 1, 16384, 16, 16, 128, causal=False),
+    _named("head_dim_128", 4, 4096, 16, 16, 128),
+    _named("head_dim_128_full", 4, 4096, 16, 16, 128, causal=False),
+    _named("head_dim_64", 4, 4096, 32, 8, 64),
+    _named("head_dim_64_full", 4, 4096, 32, 8, 64, causal=False),
+    _named("head_dim_256", 2, 8192, 8, 8, 256),
+    _named("packed_16k", 1, 16384, 16, 16, 128, cum_seqlens_q=_cut(16384, 37)),
+    _named("packed_16k_ids", 1, 16384, 16, 16, 128, mask_info=_ids(16384, 37)),
+    _named("packed_llama3_8b", 1, 8192, 32, 8, 128, mask_info=_ids(8192, 12)),
+    _named("window_1k", 1, 16384, 16, 16, 128, sliding_window=(1023, 0)),
+    _named("soft_cap_16k", 1, 16384, 16, 16, 128, logits_soft_cap=50.0),
+    _named("bias_4k", 1, 4096, 16, 16, 128, causal=False, bias=normal(1, 16, 4096, 4096)),
+)
 
 _SMALL = _attention()
 _PACKED = _attention(batch=1, queries=56)
@@ -161,6 +232,7 @@ WORKLOADS = (
             "dropout_seed": 3,
         },
     ).core(),
+    *_MODELS,
 )
 
 # Blocks small enough that the workloads above have several, full, partial and empty.

@@ -66,8 +66,14 @@ WORKLOADS = (
     Workload("mixtral_8x7b_down", _moe(8192, 14336, 4096, 8), _TRAIN),
     Workload("deepseek_v3_up", _moe(32768, 7168, 2048, 256), _TRAIN),
     Workload("deepseek_v3_down", _moe(32768, 2048, 7168, 256), _TRAIN),
+    Workload("qwen3_30b_a3b_up", _moe(32768, 2048, 768, 128), _TRAIN),
+    Workload("qwen3_30b_a3b_down", _moe(32768, 768, 2048, 128), _TRAIN),
     Workload("mixtral_8x7b_decode", _moe(128, 4096, 14336, 8), _DECODE),
+    Workload("mixtral_8x7b_down_decode", _moe(128, 14336, 4096, 8), _DECODE),
     Workload("deepseek_v3_decode", _moe(1024, 7168, 2048, 256), _DECODE),
+    Workload("deepseek_v3_down_decode", _moe(1024, 2048, 7168, 256), _DECODE),
+    Workload("qwen3_30b_a3b_decode", _moe(512, 2048, 768, 128), _DECODE),
+    Workload("qwen3_30b_a3b_down_decode", _moe(512, 768, 2048, 128), _DECODE),
 )
 
 # Tiles small enough that the workloads above have several of every size.

@@ -1,5 +1,7 @@
 """Named calls: the conformance suite, the tuner and the benchmark all read this list."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,6 +65,29 @@ def ragged(
     }
 
 
+def _served(
+    name: str, queries: tuple[int, ...], lengths: tuple[int, ...], **shape: Any
+) -> Workload:
+    """A step of a server of a named model: what tuned tables know."""
+    shape = {"heads": 32, "kv_heads": 8, "head_dim": 128, "page_size": 16} | shape
+    return Workload(name, ragged(queries, lengths, **shape), frozenset({"tune"}))
+
+
+def _spread(count: int, longest: int) -> tuple[int, ...]:
+    """Contexts of all lengths, the longest first."""
+    return tuple(longest * (count - i) // count for i in range(count))
+
+
+_SERVED = (
+    _served("llama3_8b_decode", (1,) * 64, _spread(64, 8192)),
+    _served("llama3_8b_decode_long", (1,) * 8, _spread(8, 65536)),
+    _served("llama3_8b_prefill", (2048,) * 2, (2048, 4096)),
+    _served("llama3_8b_mixed", (1,) * 63 + (1024,), (*_spread(63, 8192), 1024)),
+    _served("llama3_70b_shard_decode", (1,) * 64, _spread(64, 8192), heads=8, kv_heads=1),
+    _served("qwen3_30b_a3b_decode", (1,) * 128, _spread(128, 4096), kv_heads=4),
+    _served("gpt_oss_decode", (1,) * 64, _spread(64, 8192), heads=64, head_dim=64),
+)
+
 _SMALL = ragged()
 
 WORKLOADS = (
@@ -109,6 +134,7 @@ WORKLOADS = (
             "v_scale": value(lambda: jnp.array([2.0, 0.7], jnp.float32)),
         },
     ).core(),
+    *_SERVED,
 )
 
 # Blocks small enough that the workloads above have several, full, partial and empty.
