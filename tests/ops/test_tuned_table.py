@@ -1,0 +1,163 @@
+"""What a tuned table knows is used as it stands: the best forward with the best backward pass."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ejkernel.cli import subjects
+from ejkernel.errors import TuningWarning
+from ejkernel.kernels.flash_attention import OP, xla
+from ejkernel.kernels.flash_attention.config import FlashAttentionConfig
+from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
+from ejkernel.ops import AutotunePolicy, ConfigCache, ConfigSelectorChain, Executor, Tuner
+from ejkernel.ops import tuner as tuners
+from ejkernel.ops.config import BwdParams, FwdParams
+from ejkernel.ops.executor import Request
+from ejkernel.ops.implementation import Choice, Implementation, Pass, Source
+from ejkernel.ops.invocation import Invocation
+from ejkernel.ops.persistent import ShippedTable, write_tuned
+from ejkernel.ops.platform import Backend, Platform, device_of
+
+SPEC = Spec(softmax_scale=0.5)
+INPUTS = Inputs(*jax.random.normal(jax.random.key(0), (3, 1, 16, 2, 8)))
+
+
+def two_ways(ran, forward=xla.forward):
+    """Flash attention by XLA under three names, which note who ran with what."""
+
+    def implementation(name, forward):
+        def of(direction, run):
+            def noted(*arguments):
+                ran.append((name, direction, arguments[-1]))
+                return run(*arguments)
+
+            # The blocks are told apart, but make no difference here.
+            kind = {"forward": FwdParams, "backward": BwdParams}[direction]
+            default = kind(q_blocksize=64, kv_blocksize=64)
+            return Pass(run=noted, heuristic=lambda *call: default)
+
+        return Implementation(forward=of("forward", forward), backward=of("backward", xla.backward))
+
+    sources = [
+        Source(Platform.PALLAS, Backend.ANY, implementation("pallas", xla.forward)),
+        Source(Platform.TRITON, Backend.ANY, implementation("triton", forward)),
+        Source(Platform.XLA, Backend.ANY, implementation("xla", xla.forward)),
+    ]
+    return OP.renamed("flash_attention", sources=sources)
+
+
+class Stopwatch(Tuner):
+    """Times as they are given, in the order of the candidates."""
+
+    def __init__(self, *seconds):
+        super().__init__()
+        self.seconds = list(seconds)
+
+    def measure(self, function, *args):
+        return self.seconds.pop(0)
+
+
+class Untouchable(Tuner):
+    def autotune(self, inv, choices):
+        raise AssertionError("the table knows this call")
+
+
+def executor(tuner, events):
+    chain = ConfigSelectorChain(
+        ConfigCache(),
+        policy=AutotunePolicy(),
+        tuner=tuner,
+        on_event=lambda name, **data: events.append((name, data.get("level"))),
+    )
+    return Executor(chain)
+
+
+def gradient(executor, op):
+    out = lambda q: executor.run(op, INPUTS._replace(query=q), SPEC, Request()).out.sum()
+    return jax.grad(out)(INPUTS.query)
+
+
+def calls(op):
+    device = device_of(jax.tree.leaves(INPUTS))
+    forward = Invocation(op, INPUTS, SPEC, device)
+    return forward, dataclasses.replace(forward, direction="backward")
+
+
+def test_with_a_table_the_first_call_tunes_nothing_and_pairs_the_best(
+    tmp_path, monkeypatch, as_a_user_calls
+):
+    ran, events = [], []
+    op = two_ways(ran)
+    forward, backward = calls(op)
+    best = {
+        forward.key: FlashAttentionConfig(
+            platform="pallas", fwd_params=FwdParams(q_blocksize=16, kv_blocksize=32)
+        ),
+        backward.key: FlashAttentionConfig(
+            platform="triton", bwd_params=BwdParams(q_blocksize=32, kv_blocksize=16)
+        ),
+    }
+    [path] = write_tuned(tmp_path, op.name, best)
+    assert path.parent.name == forward.device.kind.lower()
+    table = ShippedTable(op.name, tmp_path)
+    monkeypatch.setattr(ShippedTable, "for_op", lambda name: table)
+    gradient(executor(Untouchable(), events), op)
+    assert set(events) == {("cache_hit", "shipped")}
+    assert {(name, direction) for name, direction, _ in ran} == {
+        ("pallas", "forward"),
+        ("triton", "backward"),
+    }
+    blocks = {(direction, p.q_blocksize, p.kv_blocksize) for _, direction, p in ran}
+    assert blocks == {("forward", 16, 32), ("backward", 32, 16)}
+
+
+def test_tuning_finds_the_best_of_each_pass():
+    ran, events = [], []
+    op = two_ways(ran)
+    # Forward pallas, triton, xla; then backward.
+    who = executor(Stopwatch(1.0, 2.0, 3.0, 2.0, 1.0, 3.0), events)
+    gradient(who, op)
+    chosen = [who.chooser.choose(call).source.platform for call in calls(op)]
+    assert chosen == [Platform.PALLAS, Platform.TRITON]
+    assert [name for name, _ in events].count("autotune_start") == 2
+
+
+def test_a_candidate_that_is_wrong_is_never_timed():
+    def wrong(inputs, spec, params):
+        out, lse = xla.forward(inputs, spec, params)[0]
+        return Outputs(out + 0.1, lse), Outputs(out + 0.1, lse)
+
+    op = two_ways([], wrong)
+    watch = Stopwatch(1.0, 2.0)  # of two; a third would find no time left
+    with pytest.warns(TuningWarning, match="dropped 1 of 3 candidates.*triton"):
+        tuned = executor(watch, []).chooser.tune(calls(op)[0])
+    assert tuned is not None
+    assert tuned.best.source.platform is Platform.PALLAS
+    assert watch.seconds == []
+
+
+def test_backward_passes_are_tuned_without_a_gradient_of_the_log_sum_exp():
+    shown = Pass(run=lambda inputs, residuals, d_outputs, spec, params: d_outputs)
+    call = calls(OP)[1]
+    run = tuners._runner(call, Choice(OP.sources[0], shown, None))
+    ones = Outputs(jnp.ones((1, 16, 2, 8)), jnp.ones((1, 2, 16)))
+    seen = run(INPUTS, ones, ones)
+    assert (seen.out == 1).all()
+    assert (seen.lse == 0).all()
+
+
+@pytest.mark.parametrize("name", ["flash_attention", "grouped_matmul", "ragged_page_attention_v3"])
+def test_the_named_calls_of_models_are_different_calls(name):
+    """Each has an entry of its own; their shapes are looked at without making them."""
+    subject = subjects.one(name)
+    named = [workload for workload in subject.workloads if "tune" in workload.tags]
+    keys = []
+
+    def look(workload):
+        keys.append(subject.invocation(workload.build(dtype=jnp.bfloat16)).key)
+
+    for workload in named:
+        jax.eval_shape(lambda workload=workload: look(workload))
+    assert len(set(keys)) == len(named) >= 7
