@@ -21,6 +21,7 @@ from ejkernel.ops.invocation import Invocation
 from ejkernel.ops.platform import Device, Platform
 
 _EPS = float(np.finfo(np.float32).eps)
+_HOPELESS = 3.0  # times the best so far
 
 
 class Tuned(NamedTuple):
@@ -51,6 +52,11 @@ class Tuner:
         """Seconds of the fastest of `iters` runs of `function(*args)`."""
         return timing.measure(function, *args, warmup=self.warmup, iters=self.iters).best
 
+    def _seconds(self, run: Any, arguments: tuple, best: float) -> float:
+        """As `measure` finds them; of what is far slower than the best so far, by one sample."""
+        once = timing.measure(run, *arguments, warmup=0, iters=1).best
+        return once if once > _HOPELESS * best else self.measure(run, *arguments)
+
     def autotune(self, inv: Invocation, choices: list[Choice]) -> Tuned | None:
         """The fastest of `choices` that runs and agrees; None when none does."""
         return timing.outside_trace(functools.partial(self._autotune, inv, choices))
@@ -58,6 +64,8 @@ class Tuner:
     def _autotune(self, inv: Invocation, choices: list[Choice]) -> Tuned | None:
         arguments = _arguments(inv)
         judge = _Judge(inv, choices, arguments)
+        # What runs anywhere is mostly slow on an accelerator: last, it need not be timed for long.
+        choices = sorted(choices, key=lambda choice: choice.source.platform is Platform.XLA)
         measured: list[tuple[Choice, float]] = []
         dropped: list[tuple[Choice, str]] = []
         runs = _compiled([_runner(inv, choice) for choice in choices], arguments, inv.device)
@@ -65,7 +73,8 @@ class Tuner:
             try:
                 run = compiled()
                 reason = judge.objection(run(*arguments))
-                seconds = self.measure(run, *arguments) if reason is None else None
+                best = min((seconds for _, seconds in measured), default=float("inf"))
+                seconds = self._seconds(run, arguments, best) if reason is None else None
             except Exception as error:  # whatever a candidate raises only costs it the race
                 reason, seconds = f"{type(error).__name__}: {error}".partition("\n")[0], None
             if seconds is None:

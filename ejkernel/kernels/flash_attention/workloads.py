@@ -74,8 +74,22 @@ def _ids(length: int, documents: int) -> Draw:
     return value(make)
 
 
-# Calls that tuned tables know: attention layers of models, and the shapes that peers are timed on.
+# Calls that tuned tables know: the shapes that peers are timed on, and attention layers of models.
 _MODELS = (
+    _named("pretraining_16k", 1, 16384, 16, 16, 128),
+    _named("pretraining_64k", 1, 65536, 16, 4, 128),
+    _named("encoder_16k", 1, 16384, 16, 16, 128, causal=False),
+    _named("head_dim_128", 4, 4096, 16, 16, 128),
+    _named("head_dim_128_full", 4, 4096, 16, 16, 128, causal=False),
+    _named("head_dim_64", 4, 4096, 32, 8, 64),
+    _named("head_dim_64_full", 4, 4096, 32, 8, 64, causal=False),
+    _named("head_dim_256", 2, 8192, 8, 8, 256),
+    _named("packed_16k", 1, 16384, 16, 16, 128, cum_seqlens_q=_cut(16384, 37)),
+    _named("packed_16k_ids", 1, 16384, 16, 16, 128, mask_info=_ids(16384, 37)),
+    _named("packed_llama3_8b", 1, 8192, 32, 8, 128, mask_info=_ids(8192, 12)),
+    _named("window_1k", 1, 16384, 16, 16, 128, sliding_window=(1023, 0)),
+    _named("soft_cap_16k", 1, 16384, 16, 16, 128, logits_soft_cap=50.0),
+    _named("bias_4k", 1, 4096, 16, 16, 128, causal=False, bias=normal(1, 16, 4096, 4096)),
     _named("llama3_8b", 2, 8192, 32, 8, 128),
     _named("llama3_70b", 1, 8192, 64, 8, 128),
     _named("qwen3_8b", 1, 32768, 32, 8, 128),
@@ -96,20 +110,6 @@ _MODELS = (
     _named(
         "gpt_oss_window", 2, 8192, 64, 8, 64, softmax_aux=normal(64, 1), sliding_window=(127, 0)
     ),
-    _named("pretraining_16k", 1, 16384, 16, 16, 128),
-    _named("pretraining_64k", 1, 65536, 16, 4, 128),
-    _named("encoder_16k", 1, 16384, 16, 16, 128, causal=False),
-    _named("head_dim_128", 4, 4096, 16, 16, 128),
-    _named("head_dim_128_full", 4, 4096, 16, 16, 128, causal=False),
-    _named("head_dim_64", 4, 4096, 32, 8, 64),
-    _named("head_dim_64_full", 4, 4096, 32, 8, 64, causal=False),
-    _named("head_dim_256", 2, 8192, 8, 8, 256),
-    _named("packed_16k", 1, 16384, 16, 16, 128, cum_seqlens_q=_cut(16384, 37)),
-    _named("packed_16k_ids", 1, 16384, 16, 16, 128, mask_info=_ids(16384, 37)),
-    _named("packed_llama3_8b", 1, 8192, 32, 8, 128, mask_info=_ids(8192, 12)),
-    _named("window_1k", 1, 16384, 16, 16, 128, sliding_window=(1023, 0)),
-    _named("soft_cap_16k", 1, 16384, 16, 16, 128, logits_soft_cap=50.0),
-    _named("bias_4k", 1, 4096, 16, 16, 128, causal=False, bias=normal(1, 16, 4096, 4096)),
 )
 
 _SMALL = _attention()
