@@ -72,14 +72,15 @@ def test_the_lists_show_exactly_the_mask(name, blocks):
     q_size, kv_size = (-(-length // block) * block for block in blocks)
     walk = pallas_gpu_walk.walk(rule, _units(batch, heads), length, length, block_q, block_k)
     seen = pallas_gpu_walk.visibility(rule, length, length, q_size, kv_size)
-    order, count, partial, index = map(np.asarray, walk)
-    order = order[order >= 0]
+    order, tiles, count, partial, index = map(np.asarray, walk)
+    order, tiles = order[order >= 0], tiles[order >= 0]
     lines = q_size // block_q
     assert sorted(order) == list(range(batch * heads * lines))
     shown = np.zeros((batch, heads, q_size, kv_size), int)
-    for unit in order:
+    for unit, numbers in zip(order, tiles, strict=True):
         row, head, line = np.unravel_index(unit, (batch, heads, lines))
         at = (row % count.shape[0], head % count.shape[1], line)
+        assert pallas_gpu_walk.tile_counts(numbers) == (count[at], partial[at])
         for step, block in enumerate(index[at][: count[at]]):
             q = np.arange(line * block_q, (line + 1) * block_q)
             k = np.arange(block * block_k, (block + 1) * block_k)

@@ -235,36 +235,26 @@ def barriers(count: int, arrivals: int = 1) -> Any:
     return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
 
 
-def each_unit(
-    order: Any,
-    program: Callable[..., Any],
-    describe: Callable[[Any], tuple] = lambda unit: (),
-) -> None:
-    """`step = program(lap, step, unit, *describe(unit))` for this block of threads' units of work.
+def each_unit(order: Any, program: Callable[..., Any], known: Any = None) -> None:
+    """`step = program(lap, step, unit, known)` for this block of threads' units of work.
 
-    `order` [laps, blocks of threads] says which they are, -1 for none. What is read from memory to
-    know a unit is read a lap ahead, so that none begins with waiting for it.
+    `order` [laps, blocks of threads] says which they are, -1 for none, and `known`, of that shape, a
+    number about each. They are read a lap ahead, so that no unit begins with waiting.
     """
     laps, _ = order.shape
     block = lax.axis_index("block")
+    arrays = (order,) if known is None else (order, known)
 
-    def unit_of(lap: Any) -> Any:
-        return order[jnp.minimum(lap, laps - 1), block]
-
-    def known_of(unit: Any) -> tuple:
-        return describe(jnp.maximum(unit, 0))
+    def of(lap: Any) -> tuple:
+        return tuple(array[jnp.minimum(lap, laps - 1), block] for array in arrays)
 
     def one(lap: Any, carry: Any) -> Any:
-        (step, done), unit, known, following = carry
-        known_next, after = known_of(following), unit_of(lap + 2)
-        run = lambda state: (program(state[1], state[0], unit, *known), state[1] + 1)
-        state = lax.cond(unit >= 0, run, lambda state: state, (step, done))
-        return state, following, known_next, after
+        (step, done), unit = carry
+        following = of(lap + 1)
+        run = lambda state: (program(state[1], state[0], *unit), state[1] + 1)
+        return lax.cond(unit[0] >= 0, run, lambda state: state, (step, done)), following
 
-    first = unit_of(jnp.int32(0))
-    nothing = jnp.int32(0), jnp.int32(0)
-    start = nothing, first, known_of(first), unit_of(jnp.int32(1))
-    lax.fori_loop(0, laps, one, start)
+    lax.fori_loop(0, laps, one, ((jnp.int32(0), jnp.int32(0)), of(jnp.int32(0))))
 
 
 class Hardware:
@@ -297,8 +287,10 @@ class Hardware:
         """Until every matmul is done."""
         plgpu.wgmma_wait(0)
 
-    def scale_rows(self, x: jax.Array, factors: jax.Array) -> jax.Array:
-        """`x` with each row times its factor; nothing is done where all factors are 1."""
+    def scale_rows(self, x: jax.Array, factors: jax.Array, always: bool) -> jax.Array:
+        """`x` with each row times its factor; unless `always`, skipped where all factors are 1."""
+        if always:
+            return x * along_rows(factors, x.shape)
         layout = plgpu.Layout.WGMMA
         kind = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
 
@@ -379,7 +371,7 @@ class Emulation(Hardware):
     def wait(self) -> None:
         pass
 
-    def scale_rows(self, x: jax.Array, factors: jax.Array) -> jax.Array:
+    def scale_rows(self, x: jax.Array, factors: jax.Array, always: bool) -> jax.Array:
         return x * along_rows(factors, x.shape)
 
 

@@ -51,6 +51,8 @@ def why_not(inputs: Inputs, spec: Spec, device: Device) -> str | None:
             return f"needs a {name} dim that is a multiple of 8 up to 256, got {dim}"
     if 0 in (inputs.query.shape[1], inputs.key.shape[1]):
         return "needs at least one query and one key"
+    if inputs.key.shape[1] > pallas_gpu_walk.MOST_KEYS:
+        return f"needs at most {pallas_gpu_walk.MOST_KEYS} keys, got {inputs.key.shape[1]}"
     if not spec.softmax_scale > 0:
         return f"needs a positive softmax_scale, got {spec.softmax_scale}"
     if _default(inputs) is None:

@@ -21,7 +21,7 @@ from jax.scipy.special import logsumexp
 from ejkernel.kernels.common import mosaic_gpu as gpu
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
 from ejkernel.kernels.flash_attention.pallas_gpu_tile import LOG2_E, ROWS, Operands, Tile
-from ejkernel.kernels.flash_attention.pallas_gpu_walk import Units, visibility, walk
+from ejkernel.kernels.flash_attention.pallas_gpu_walk import Units, tile_counts, visibility, walk
 from ejkernel.types.rules import Everything
 
 # The peak of a row that has seen nothing: finite, so that -inf less than it is -inf and not NaN.
@@ -97,8 +97,7 @@ def forward(inputs: Inputs, spec: Spec, tiles: Tiles, interpreted: bool = False)
         "key": inputs.key,
         "value": inputs.value,
         "order": plan.order,
-        "count": plan.count.reshape(-1),
-        "partial": plan.partial.reshape(-1),
+        "tiles": plan.tiles,
         "index": plan.index.reshape(-1),
         **operands.arrays,
         **({} if sinks is None else {"sinks": sinks}),
@@ -199,13 +198,8 @@ class _Forward:
             gpu.plgpu.wait_smem_to_gmem(0)
 
     def each_unit(self, program) -> None:
-        """`step = program(lap, step, unit, count, partial)` for the units of this block."""
-
-        def describe(unit):
-            lists = self.unpack(unit)[3]
-            return self.refs["count"][lists], self.refs["partial"][lists]
-
-        gpu.each_unit(self.refs["order"], program, describe)
+        """`step = program(lap, step, unit, tiles)` for the units of this block."""
+        gpu.each_unit(self.refs["order"], program, self.refs["tiles"])
 
     def unpack(self, unit):
         """Batch row, head, line and list of a unit."""
@@ -215,7 +209,7 @@ class _Forward:
         list_head = head if self.list_heads > 1 else 0
         return row, head, line, (list_row * self.list_heads + list_head) * self.lines + line
 
-    def copy_unit(self, lap, step, unit, count, partial):
+    def copy_unit(self, lap, step, unit, tiles_of_unit):
         """Bring the queries of a unit, then its keys and values as room becomes free."""
         plgpu, tiles = gpu.plgpu, self.tiles
         row, head, line, lists = self.unpack(unit)
@@ -241,12 +235,13 @@ class _Forward:
                 room.fetch(self.refs[name], row, rows, key_head, slot, here.at[slot])
             return step + 1
 
-        return lax.fori_loop(0, count, tile, step)
+        return lax.fori_loop(0, tile_counts(tiles_of_unit)[0], tile, step)
 
-    def compute_unit(self, warpgroup, lap, step, unit, count, partial):
+    def compute_unit(self, warpgroup, lap, step, unit, tiles_of_unit):
         """Attention of 64 queries over the tiles of their line."""
         plgpu, tiles, engine = gpu.plgpu, self.tiles, self.engine
         row, head, line, lists = self.unpack(unit)
+        count, partial = tile_counts(tiles_of_unit)
         first_row = line * tiles.block_q + warpgroup * ROWS
         tile = Tile(self.spec, self.operands, self.refs, row, head, first_row, tiles.block_k)
         shared = self.shared
@@ -321,7 +316,9 @@ class _Forward:
             (total, _), state = engine.run(both, (total, nothing), (*state, state[1]))
             plgpu.barrier_arrive(self.shared.value_free.at[before])
             *state, shrink = state
-            return step + 1, engine.scale_rows(total, shrink), *state
+            # Partial tiles come first, when peaks still move; and they need the registers.
+            total = engine.scale_rows(total, shrink, always=with_mask)
+            return step + 1, total, *state
 
         carry = (step + 1, gpu.full((ROWS, self.value_columns), 0.0), peak, mass, weights)
         start = 1
@@ -339,6 +336,9 @@ class _Forward:
 
         ((total,), _) = engine.run(last, (total,))
         plgpu.barrier_arrive(self.shared.value_free.at[slot])
+        # Unpacked again, so that only one number stays in a register meanwhile.
+        row, head, line, _ = self.unpack(lax.optimization_barrier(unit))
+        first_row = line * tiles.block_q + warpgroup * ROWS
         self.write(warpgroup, row, head, first_row, total, peak, mass)
         return step
 

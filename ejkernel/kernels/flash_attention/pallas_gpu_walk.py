@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from ejkernel.types.block_map import EMPTY, FULL, PARTIAL, block_map
 from ejkernel.types.rules import (
@@ -25,6 +26,9 @@ from ejkernel.types.rules import (
 
 # No index of a token is as far from zero as this, and sums of two do not overflow.
 _FAR = 2**29
+# Bits of a number of blocks, of which there are so few.
+_BITS = 16
+MOST_KEYS = 2 ** (_BITS + 6) - 64
 # What stays in the cache of an H100 or H200 while other data passes through: a part of its half.
 _CACHE_BYTES = 16 * 2**20
 # What a query and a key carry that match nothing.
@@ -37,12 +41,15 @@ class Walk(NamedTuple):
     Attributes:
         order: the unit of work of each worker in each lap, or -1;
             unit = (batch * heads + head) * lines + line.
+        tiles: of that unit, how many blocks it visits and how many of them are partial, as one
+            number; where a unit serves several query heads, of the first.
         count: how many blocks each line visits, at least one.
         partial: how many of them, the first ones, need the mask.
         index: the blocks of each line, the partial ones first.
     """
 
     order: jax.Array  # [laps, workers]
+    tiles: jax.Array  # [laps, workers]
     count: jax.Array  # [b', n', lines], b' and n' 1 where all rows or heads agree
     partial: jax.Array  # [b', n', lines]
     index: jax.Array  # [b', n', lines, blocks]
@@ -140,7 +147,17 @@ def _lines(state: jax.Array, units: Units) -> Walk:
     lines = state.shape[2]
     lengths = jnp.broadcast_to(count, (units.batch, units.heads * units.group, lines))
     lengths = lengths.reshape(units.batch, units.heads, units.group, lines).sum(2)
-    return Walk(_dealt(lengths.reshape(-1), units), count, partial, index)
+    order = _dealt(lengths.reshape(-1), units)
+    both = jnp.broadcast_to(
+        partial << _BITS | count, (units.batch, units.heads * units.group, lines)
+    )
+    tiles = both[:, :: units.group].reshape(-1)[jnp.maximum(order, 0)]
+    return Walk(order, tiles, count, partial, index)
+
+
+def tile_counts(tiles: Any) -> tuple[Any, Any]:
+    """How many blocks a unit visits, and how many of them are partial."""
+    return tiles & (2**_BITS - 1), lax.shift_right_logical(tiles, _BITS)
 
 
 def _dealt(lengths: jax.Array, units: Units) -> jax.Array:
