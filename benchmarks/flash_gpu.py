@@ -11,21 +11,20 @@ Forward and backward passes count as 4 and 10 operations for each visible pair, 
 """
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
 import json
-import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import flash_peers
 import jax
 import jax.numpy as jnp
 import numpy as np
+from programs import Programs, seconds_of, within
 
 from ejkernel.kernels.flash_attention import OP, reference
 from ejkernel.kernels.flash_attention.api import flash_attention
@@ -115,40 +114,50 @@ class Truth:
     """Output and gradients as they are defined, in float32, and in plain bfloat16 attention."""
 
     def __init__(self, inputs: Inputs, spec: Any, d_out: Any, backward: bool):
-        self.group = group = inputs.query.shape[2] // inputs.key.shape[2]
+        self._spec, self._backward = spec, backward
+        self._group = group = inputs.query.shape[2] // inputs.key.shape[2]
         few = inputs._replace(
             query=part(inputs.query, group),
             key=part(inputs.key, 1),
             value=part(inputs.value, 1),
             bias=None if inputs.bias is None else inputs.bias[:, :group],
         )
-
-        def define(inputs: Inputs, d_out: Any, rounded: Callable = lambda x: x) -> list:
-            take = lambda q, k, v: (
-                reference.forward(inputs._replace(query=q, key=k, value=v), spec, rounded).out
-            )
-            return differentiated(take, inputs, d_out, backward)
-
         wide = jax.tree.map(
             lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, few
         )
+        self._arguments = (wide, part(d_out, group).astype(jnp.float32))
+        self._results: Any = None
+
+    def lower(self) -> Any:
+        """The program that computes it."""
         narrow = lambda x: x.astype(jnp.bfloat16).astype(jnp.float32)
-        along = part(d_out, group).astype(jnp.float32)
+
+        def define(inputs: Inputs, d_out: Any, rounded: Callable) -> list:
+            take = lambda q, k, v: (
+                reference.forward(inputs._replace(query=q, key=k, value=v), self._spec, rounded).out
+            )
+            return differentiated(take, inputs, d_out, self._backward)
+
         with jax.default_matmul_precision("highest"):
-            self._right = jax.jit(define)(wide, along)
-            plain = jax.jit(functools.partial(define, rounded=narrow))(wide, along)
-        self.plain = self._off(plain)
+            both = lambda *args: [define(*args, rounded) for rounded in (lambda x: x, narrow)]
+            return jax.jit(both).lower(*self._arguments)
 
-    def error(self, results: list) -> float:
-        """The largest error of a run, over the largest number there is."""
-        heads = (self.group, self.group, 1, 1)
-        return self._off([part(x, n) for x, n in zip(results, heads, strict=False)])
+    def compute(self, compiled: Callable) -> None:
+        self._results = compiled(*self._arguments)
 
-    def _off(self, results: list) -> float:
-        return max(
-            float(jnp.abs(a.astype(jnp.float32) - b).max() / jnp.abs(b).max())
-            for a, b in zip(results, self._right, strict=False)
-        )
+    def errors(self, results: list) -> tuple[float, float]:
+        """The largest error of a run, and of plain attention, over the largest number there is."""
+        right, plain = (each[: len(results)] for each in self._results)
+        heads = (self._group, self._group, 1, 1)
+        mine = [part(x, n) for x, n in zip(results, heads, strict=False)]
+        return _off(mine, right), _off(plain, right)
+
+
+def _off(results: list, right: list) -> float:
+    return max(
+        float(jnp.abs(a.astype(jnp.float32) - b).max() / jnp.abs(b).max())
+        for a, b in zip(results, right, strict=True)
+    )
 
 
 def ours(spec: Any, platform: str) -> Callable:
@@ -177,82 +186,63 @@ def differentiated(run: Callable, inputs: Inputs, d_out: Any, backward: bool) ->
     return [out, *pull_back(d_out)]
 
 
-def seconds_of(run: Callable, *args: Any, samples: int = 5, at_least: float = 0.05) -> float:
-    """Seconds of one call among many back to back; the median of several samples."""
-    jax.block_until_ready(run(*args))
-
-    def sample(repeats: int) -> float:
-        begin = time.perf_counter()
-        for _ in range(repeats):
-            out = run(*args)
-        jax.block_until_ready(out)
-        return (time.perf_counter() - begin) / repeats
-
-    repeats = max(3, int(at_least / max(sample(3), 1e-6)))
-    return float(np.median([sample(repeats) for _ in range(samples)]))
-
-
-@contextlib.contextmanager
-def within(seconds: float) -> Iterator[None]:
-    """Raise `TimeoutError` after so many seconds, as soon as Python is asked."""
-
-    def stop(*_: Any) -> None:
-        raise TimeoutError(f"took more than {seconds:.0f} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.01))
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def measure(
-    case: Case, platforms: list[str], others: list[str], backward: bool, limit: float, end: float
-) -> dict[str, Any]:
-    """Every implementation of one case: milliseconds, TFLOP/s, errors, or why there are none."""
+    case: Case, platforms: list[str], others: list[str], passes: list[str], limit: float, end: float
+) -> dict[str, dict[str, Any]]:
+    """By pass, every implementation of a case: milliseconds, TFLOP/s, errors, or why none."""
     call = default_executor().invocation(flash_attention, **case.arguments())
     inputs, spec = call.inputs, call.spec
-    # Two matmuls forward; five backward, one of which repeats the forward.
-    work = (14 if backward else 4) * case.heads * case.dim
     d_out = jax.random.normal(jax.random.key(9), inputs.query.shape, jnp.bfloat16)
-    truth = Truth(inputs, spec, d_out, backward)
-    results: dict[str, Any] = {}
-
-    def timed(name: str, result_of: Callable, seconds: Callable) -> None:
-        try:
-            with within(min(limit, end - time.monotonic())):
-                error = truth.error(result_of())
-                fine = {"error": error, "plain": truth.plain}
-                if not error <= 2 * truth.plain:
-                    results[name] = {"wrong": True, **fine}
-                else:
-                    results[name] = {"ms": 1e3 * seconds(), **fine}
-        except Exception as failure:  # one that cannot serve must not end the others
-            results[name] = {"failed": f"{type(failure).__name__}: {failure}"[:300]}
-
     runs = {f"ours {name}": ours(spec, name) for name in platforms}
     for name, function in flash_peers.in_jax(case, spec.softmax_scale).items():
         if name in others:
             runs[name] = lambda q, k, v, inputs, function=function: function(q, k, v, inputs.bias)
-    for name, function in runs.items():
-        run = jitted(function, backward)
-        timed(
-            name,
-            lambda run=run, name=name: flash_peers.tuned(name, run, inputs, d_out)(inputs, d_out),
-            lambda run=run: seconds_of(run, inputs, d_out),
-        )
-    if any(name.startswith("torch") for name in others) and importlib.util.find_spec("torch"):
-        torch = flash_peers.Torch(case, inputs, d_out, backward)
-        for name in filter(others.__contains__, torch.calls):
-            one = torch.calls[name]
-            timed(
-                name,
-                functools.partial(torch.result, one),
-                functools.partial(torch.seconds, one, 5, 0.05),
+
+    programs, truth = Programs(limit), Truth(inputs, spec, d_out, "both" in passes)
+    # Trying matmuls to find the fastest would take longer than the truth itself.
+    programs.add("truth", truth.lower, xla_gpu_autotune_level=0)
+    for which in passes:
+        for name, function in runs.items():
+            run = jitted(function, which == "both")
+            programs.add(
+                (which, name),
+                lambda run=run, name=name: flash_peers.lowered(name, run, inputs, d_out),
             )
-    return with_rates(results, work, pairs(inputs), tiles(inputs))
+    programs.wait()
+    truth.compute(programs["truth"])
+
+    def judged(result_of: Callable, seconds: Callable) -> dict[str, Any]:
+        try:
+            with within(min(limit, end - time.monotonic())):
+                error, plain = truth.errors(result_of())
+                fine = {"error": error, "plain": plain}
+                if not error <= 2 * plain:
+                    return {"wrong": True, **fine}
+                return {"ms": 1e3 * seconds(), **fine}
+        except Exception as failure:  # one that cannot serve must not end the others
+            return {"failed": f"{type(failure).__name__}: {failure}"[:300]}
+
+    seen = pairs(inputs), tiles(inputs)
+    report: dict[str, dict[str, Any]] = {}
+    for which in passes:
+        results = report[which] = {}
+        for name in runs:
+            results[name] = judged(
+                lambda key=(which, name): programs[key](inputs, d_out),
+                lambda key=(which, name): seconds_of(programs[key], inputs, d_out),
+            )
+        if any(name.startswith("torch") for name in others) and importlib.util.find_spec("torch"):
+            torch = flash_peers.Torch(case, inputs, d_out, which == "both")
+            for name in filter(others.__contains__, torch.calls):
+                one = torch.calls[name]
+                results[name] = judged(
+                    functools.partial(torch.result, one),
+                    functools.partial(torch.seconds, one, 5, 0.03),
+                )
+        # Two matmuls forward; five backward, one of which repeats the forward.
+        work = (14 if which == "both" else 4) * case.heads * case.dim
+        with_rates(results, work, *seen)
+    return report
 
 
 def with_rates(results: dict, work: int, seen: int, visited: int) -> dict[str, Any]:
@@ -347,6 +337,7 @@ def main() -> None:
         "host": {},
     }
     platforms, peers = chosen.platforms.split(","), chosen.peers.split(",")
+    passes = chosen.passes.split(",")
 
     def save() -> None:
         report["seconds"] = time.monotonic() - begin
@@ -356,16 +347,21 @@ def main() -> None:
 
     with policy_override(default_executor().chooser, allow_autotune=chosen.tune):
         for case in CASES:
-            for name in chosen.passes.split(",") if case.name in chosen.cases.split(",") else ():
-                end = begin + chosen.total
-                if time.monotonic() > end:
-                    print(f"{case.name} {name}: no time left", flush=True)
-                    continue
-                results = measure(case, platforms, peers, name == "both", chosen.limit, end)
-                report["cases"][f"{case.name} {name}"] = results
+            if case.name not in chosen.cases.split(","):
+                continue
+            end = begin + chosen.total
+            if time.monotonic() > end:
+                print(f"{case.name}: no time left", flush=True)
+                continue
+            try:
+                measured = measure(case, platforms, peers, passes, chosen.limit, end)
+            except Exception as failure:  # no truth, nothing to compare with
+                measured = {"": {"all": {"failed": f"{type(failure).__name__}: {failure}"[:300]}}}
+            for which, results in measured.items():
+                report["cases"][f"{case.name} {which}"] = results
                 for who, result in results.items():
-                    print(f"{case.name:12} {name:8} {who:14} {said(result)}", flush=True)
-                save()
+                    print(f"{case.name:12} {which:8} {who:14} {said(result)}", flush=True)
+            save()
         for platform in platforms if "host" in chosen.cases.split(",") else ():
             try:
                 report["host"][platform] = host(platform)

@@ -56,20 +56,14 @@ def in_jax(case: Any, scale: float) -> dict[str, Attention]:
     return found
 
 
-def tuned(name: str, run: Callable, *args: Any) -> Callable:
-    """The run of a peer, after it has looked for its best configuration if its name says so."""
+def lowered(name: str, run: Callable, *args: Any) -> Any:
+    """The program of a peer, after it has looked for its best configuration if its name says so."""
     if name != "tokamax tuned":
-        return run
+        return run.lower(*args)  # type: ignore[attr-defined]
     import tokamax  # type: ignore[import-not-found]
 
-    result = tokamax.autotune(run, *args, progress_bar=False)
-
-    def call(*args: Any) -> Any:
-        with result:
-            return run(*args)
-
-    call(*args)  # compiled with what was found; later calls need not look again
-    return run
+    with tokamax.autotune(run, *args, progress_bar=False):
+        return run.lower(*args)  # type: ignore[attr-defined]
 
 
 def _packed(q: Any, k: Any, v: Any, bias: Any, *, case: Any, scale: float) -> jax.Array:

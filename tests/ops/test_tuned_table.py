@@ -19,6 +19,7 @@ from ejkernel.ops.implementation import Choice, Implementation, Pass, Source
 from ejkernel.ops.invocation import Invocation
 from ejkernel.ops.persistent import ShippedTable, write_tuned
 from ejkernel.ops.platform import Backend, Platform, device_of
+from ejkernel.types.rules import Segments
 
 SPEC = Spec(softmax_scale=0.5)
 INPUTS = Inputs(*jax.random.normal(jax.random.key(0), (3, 1, 16, 2, 8)))
@@ -146,6 +147,16 @@ def test_backward_passes_are_tuned_without_a_gradient_of_the_log_sum_exp():
     seen = run(INPUTS, ones, ones)
     assert (seen.out == 1).all()
     assert (seen.lse == 0).all()
+
+
+def test_documents_that_are_not_known_yet_are_tuned_as_equal_ones(as_a_user_calls):
+    ids = jax.ShapeDtypeStruct((1, 16), jnp.int32)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), INPUTS)
+    inputs = shapes._replace(mask=Segments(ids, ids, documents=4))  # type: ignore[arg-type]
+    call = dataclasses.replace(calls(OP)[0], inputs=inputs)
+    (drawn,) = tuners._arguments(call)
+    assert drawn.mask.q_ids.tolist() == [[0] * 4 + [1] * 4 + [2] * 4 + [3] * 4]
+    assert drawn.mask.documents == 4
 
 
 @pytest.mark.parametrize("name", ["flash_attention", "grouped_matmul", "ragged_page_attention_v3"])
