@@ -87,7 +87,7 @@ class Segments(_Match):
 
     def describe(self) -> tuple:
         # How many documents there are changes from call to call, and no choice follows from it.
-        return ("segments", "array", "array", self.documents is not None)
+        return ("segments", "array", "array", *(["documents"] if self.documents else []))
 
     def _values(self) -> tuple[jax.Array, jax.Array]:
         query, key = self.q_ids.astype(jnp.int32), self.kv_ids.astype(jnp.int32)

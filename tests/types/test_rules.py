@@ -353,6 +353,20 @@ def test_describe_is_hashable_and_names_arrays():
     hash(description)
 
 
+def test_how_many_documents_there_are_is_no_part_of_a_description():
+    ids = jnp.array([[0, 0, 1, -1]])
+    four, eight = Segments(ids, ids, documents=4), Segments(ids, ids, documents=8)
+    assert four.describe() == eight.describe() != Segments(ids, ids).describe()
+
+
+def test_documents_are_not_promised_for_a_part_of_a_mask():
+    """Where it begins elsewhere among the keys than among the queries they are not the same."""
+    ids = jnp.array([[0, 0, 1, 1]])
+    rule = Segments(ids, ids, documents=2)
+    assert rule.row(0).documents == 2
+    assert rule.slice(0, 2, 2, 2).documents is None
+
+
 def test_contiguity_is_known_before_the_arrays_are():
     ones = jnp.ones((1, 4), jnp.int32)
     band = Band(-2, jnp.array([1, 2]))
