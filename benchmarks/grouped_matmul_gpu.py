@@ -3,16 +3,18 @@
 python benchmarks/grouped_matmul_gpu.py                        every case, a table
 python benchmarks/grouped_matmul_gpu.py --json results.json    and the figures as JSON
 python benchmarks/grouped_matmul_gpu.py --cases mixtral --platforms triton --passes forward
+python benchmarks/grouped_matmul_gpu.py --bars --platforms pallas,triton --peers torch --seconds 45
 
-A result is compared with the product in float32 of some rows of every group, or of some columns of
-some weights: its error may be at most twice that of rounding the exact product to bfloat16, and a
-little for sums in another order. What is wrong is not timed.
+A result is compared with the product in float32 of the first and last rows of some groups, or of
+some columns of some weights: its error may be at most twice that of rounding the exact product to
+bfloat16, and a little for sums in another order. What is wrong is not timed. A card that has been
+busy for a second runs slower than one that has not, so that all who take part are timed in turns.
 """
 
 import argparse
 import dataclasses
+import functools
 import importlib.metadata
-import importlib.util
 import json
 import time
 from collections.abc import Callable
@@ -27,11 +29,15 @@ from ejkernel.ops import default_executor, policy_override
 
 PLATFORMS = ("pallas", "triton", "xla", "auto")
 PASSES = ("forward", "rows", "weights")
+PEERS = ("torch", "ragged_dot")
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A call: its shape, how uneven its groups are, which passes are worth timing."""
+    """A call: its shape, how uneven its groups are, which passes are worth timing.
+
+    `bars` are TFLOP/s to reach in a pass, or TB/s of weights where few rows use each.
+    """
 
     name: str
     rows: int
@@ -40,7 +46,8 @@ class Case:
     n: int
     even: bool = False
     passes: tuple[str, ...] = PASSES
-    slow: bool = False  # too slow, or too large, for XLA
+    few: bool = False  # a few rows for each weight: too slow, or too large, for XLA
+    bars: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def sizes(self) -> np.ndarray:
         if self.even:
@@ -58,46 +65,55 @@ class Case:
 
 
 CASES = (
+    Case("mixtral", 32768, 8, 4096, 14336, bars={"forward": 660, "weights": 600}),
+    Case("moonlight", 65536, 64, 2048, 1408, bars={"forward": 530, "weights": 500}),
+    Case("qwen3_up", 131072, 128, 2048, 768, bars={"forward": 480}),
+    Case("qwen3_down", 131072, 128, 768, 2048, bars={"forward": 430}),
+    Case("decode", 256, 256, 7168, 2048, True, ("forward",), few=True, bars={"forward": 3.6}),
+    Case("decode_8", 2048, 256, 7168, 2048, passes=("forward",), few=True),
     Case("small", 1000, 6, 192, 320),
-    Case("mixtral", 32768, 8, 4096, 14336),
-    Case("moonlight", 65536, 64, 2048, 1408),
-    Case("qwen3_up", 131072, 128, 2048, 768),
-    Case("qwen3_down", 131072, 128, 768, 2048),
-    Case("decode", 256, 256, 7168, 2048, even=True, passes=("forward",), slow=True),
-    Case("decode_8", 2048, 256, 7168, 2048, passes=("forward",), slow=True),
 )
 
 
-def expected(case: Case, which: str, arrays: tuple[jax.Array, ...]) -> tuple[np.ndarray, Callable]:
+def expected(case: Case, which: str, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, Callable]:
     """A part of the exact result, and how to cut it out of the whole."""
-    rows, weights, d_out, sizes = arrays
-    ends = np.cumsum(np.asarray(sizes))
-    wide = lambda x: np.asarray(x.astype(jnp.float32))
-    busy = np.nonzero(np.asarray(sizes))[0]
+    rows, weights, d_out, _ = arrays
+    sizes = case.sizes()
+    ends = np.cumsum(sizes)
+    starts = ends - sizes
+    busy = np.nonzero(sizes)[0]
     few = busy[:: max(1, len(busy) // 4)][:4]
     if which == "weights":
-        parts = []
-        for e in few:
-            inside = slice(ends[e] - int(sizes[e]), ends[e])
-            parts.append(wide(rows[inside, -64:]).T @ wide(d_out[inside, -64:]))
-        return np.stack(parts), lambda x: x[few][:, -64:, -64:]
-    left = rows if which == "forward" else d_out
-    picked = np.concatenate([[ends[e] - int(sizes[e]), ends[e] - 1] for e in few])
-    groups = np.repeat(few, 2)
-    parts = []
-    for row, e in zip(picked, groups, strict=True):
-        weight = wide(weights[e])
-        parts.append(wide(left[row]) @ (weight if which == "forward" else weight.T))
-    return np.stack(parts), lambda x: x[picked]
+        truth = _weight_gradient(rows[:, -64:], d_out[:, -64:], starts[few], ends[few])
+        return truth, lambda x: x[few][:, -64:, -64:]
+    picked = np.stack([starts[few], ends[few] - 1], axis=1)
+    left = (rows if which == "forward" else d_out)[picked]
+    truth = _products(left, weights[few], which == "rows")
+    return truth, lambda x: x[picked]
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _products(left: Any, weights: Any, transposed: bool) -> Any:
+    form = "erk,enk->ern" if transposed else "erk,ekn->ern"
+    wide = (x.astype(jnp.float32) for x in (left, weights))
+    return jnp.einsum(form, *wide, precision=jax.lax.Precision.HIGHEST)
+
+
+@jax.jit
+def _weight_gradient(left: Any, right: Any, starts: Any, ends: Any) -> Any:
+    index = jnp.arange(left.shape[0])
+    inside = (index >= starts[:, None]) & (index < ends[:, None])
+    mine = jnp.where(inside[..., None], left.astype(jnp.float32), 0.0)
+    right = right.astype(jnp.float32)
+    return jnp.einsum("erk,rn->ekn", mine, right, precision=jax.lax.Precision.HIGHEST)
 
 
 def errors(case: Case, which: str, arrays: tuple, result: jax.Array) -> tuple[float, float]:
     """Largest error of a result and of the rounded exact one, over the largest number."""
     truth, cut = expected(case, which, arrays)
-    scale = np.abs(truth).max()
-    got = np.asarray(cut(result).astype(jnp.float32))
-    plain = np.asarray(jnp.asarray(truth).astype(jnp.bfloat16).astype(jnp.float32))
-    return float(np.abs(got - truth).max() / scale), float(np.abs(plain - truth).max() / scale)
+    scale = jnp.abs(truth).max()
+    off = lambda x: float(jnp.abs(x.astype(jnp.float32) - truth).max() / scale)
+    return off(cut(result)), off(truth.astype(jnp.bfloat16))
 
 
 def ours(which: str, platform: str) -> Callable:
@@ -146,70 +162,76 @@ def torch_peer(which: str, arrays: tuple[jax.Array, ...]) -> Callable | None:
     return lambda: torch._grouped_mm(rows.transpose(0, 1), d_out, offs=offsets)
 
 
-def seconds_of(run: Callable, *args: Any, samples: int = 5, at_least: float = 0.05) -> float:
-    """Seconds of one call among many back to back; the median of several samples."""
-    jax.block_until_ready(run(*args))
+def seconds_of(run: Callable, at_least: float = 0.03) -> float:
+    """Seconds of one call among many back to back, all of which are queued before one wait."""
     begin = time.perf_counter()
-    jax.block_until_ready([run(*args) for _ in range(2)])
+    jax.block_until_ready([run() for _ in range(2)])
     repeats = max(2, min(200, int(at_least / max((time.perf_counter() - begin) / 2, 1e-6))))
-    found = []
-    for _ in range(samples):
-        begin = time.perf_counter()
-        for _ in range(repeats):
-            out = run(*args)
-        jax.block_until_ready(out)
-        found.append((time.perf_counter() - begin) / repeats)
-    return sorted(found)[len(found) // 2]
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        out = run()
+    jax.block_until_ready(out)
+    return (time.perf_counter() - begin) / repeats
 
 
-def torch_seconds_of(run: Callable, samples: int = 5, repeats: int = 10) -> float:
+def torch_seconds_of(run: Callable, at_least: float = 0.03) -> float:
+    """The same of a call of torch, by its events."""
     import torch  # type: ignore[import-not-found]
 
-    for _ in range(3):
-        run()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    found = []
-    for _ in range(samples):
+
+    def several(count: int) -> float:
         begin.record()
-        for _ in range(repeats):
+        for _ in range(count):
             run()
         end.record()
         torch.cuda.synchronize()
-        found.append(begin.elapsed_time(end) / 1e3 / repeats)
-    return sorted(found)[len(found) // 2]
+        return begin.elapsed_time(end) / 1e3 / count
+
+    return several(max(2, min(200, int(at_least / max(several(2), 1e-6)))))
 
 
-def measure(case: Case, which: str, platforms: list[str], peers: bool) -> dict[str, Any]:
+def measure(
+    case: Case, which: str, arrays: tuple, platforms: list[str], peers: list[str], samples: int = 5
+) -> dict[str, Any]:
     """Every implementation of one pass: milliseconds, TFLOP/s, errors, or why there are none."""
-    arrays = case.arrays()
-    runs = {
-        f"ours {name}": ours(which, name) for name in platforms if not (name == "xla" and case.slow)
-    }
-    if peers and not case.slow:
-        runs["ragged_dot"] = ragged_dot(which)
+    calls: dict[str, Callable] = {}
+    for name in platforms:
+        if not (name == "xla" and case.few):
+            calls[f"ours {name}"] = functools.partial(ours(which, name), *arrays)
+    if "ragged_dot" in peers and not case.few:
+        calls["ragged_dot"] = functools.partial(ragged_dot(which), *arrays)
+    torch_run = torch_peer(which, arrays) if "torch" in peers else None
+    timers: dict[str, Callable] = {}
+    if torch_run is not None:
+        calls["torch"] = lambda: jnp.from_dlpack(torch_run().contiguous())
+        timers["torch"] = functools.partial(torch_seconds_of, torch_run)
     results: dict[str, Any] = {}
-    for name, run in runs.items():
+    for name, run in calls.items():
         try:
-            results[name] = checked(case, which, arrays, lambda run=run: run(*arrays))
-            if "wrong" not in results[name]:
-                results[name]["ms"] = 1e3 * seconds_of(run, *arrays)
+            results[name] = checked(case, which, arrays, run)
         except Exception as failure:  # one that cannot serve must not end the others
             results[name] = {"failed": f"{type(failure).__name__}: {failure}"[:300]}
-    if peers and (torch_run := torch_peer(which, arrays)):
-        try:
-            as_jax = lambda: jnp.from_dlpack(torch_run().contiguous())
-            results["torch"] = checked(case, which, arrays, as_jax)
-            results["torch"]["ms"] = 1e3 * torch_seconds_of(torch_run)
-        except Exception as failure:
-            results["torch"] = {"failed": f"{type(failure).__name__}: {failure}"[:300]}
+    times: dict[str, list[float]] = {}
+    for _ in range(samples):
+        for name, run in calls.items():
+            if "error" in results[name]:
+                timer = timers.get(name) or functools.partial(seconds_of, run)
+                times.setdefault(name, []).append(timer())
     work = 2 * int(np.sum(case.sizes())) * case.k * case.n
-    for result in results.values():
-        if "ms" in result:
-            result["tflops"] = work / result["ms"] / 1e9
-            if case.slow:
-                result["weights TB/s"] = arrays[1].nbytes / result["ms"] / 1e9
-            if "ms" in results.get("torch", {}):
-                result["of torch"] = results["torch"]["ms"] / result["ms"]
+    for name, found in times.items():
+        seconds = sorted(found)[len(found) // 2]
+        result = results[name]
+        result |= {"ms": 1e3 * seconds, "tflops": work / seconds / 1e12}
+        result["best tflops"] = work / min(found) / 1e12
+        if case.few:
+            result["weights TB/s"] = arrays[1].nbytes / seconds / 1e12
+    for name, result in results.items():
+        if "ms" in result and "ms" in results.get("torch", {}):
+            result["of torch"] = results["torch"]["ms"] / result["ms"]
+        if "ms" in result and which in case.bars and name.startswith("ours"):
+            reached = result["weights TB/s" if case.few else "tflops"]
+            result["of bar"] = reached / case.bars[which]
     return results
 
 
@@ -221,31 +243,35 @@ def checked(case: Case, which: str, arrays: tuple, run: Callable) -> dict[str, A
 
 
 def main() -> None:
+    begin = time.perf_counter()
     parser = argparse.ArgumentParser(description="Grouped matmul on a GPU beside its peers.")
     parser.add_argument("--cases", default=",".join(case.name for case in CASES))
     parser.add_argument("--platforms", default=",".join(PLATFORMS))
     parser.add_argument("--passes", default=",".join(PASSES))
-    parser.add_argument("--no-peers", action="store_true", help="time our own platforms alone")
+    parser.add_argument("--peers", default=",".join(PEERS), help="empty: our own platforms alone")
+    parser.add_argument("--bars", action="store_true", help="only what has a figure to reach")
+    parser.add_argument("--seconds", type=float, help="begin no pass after so many seconds")
     parser.add_argument("--tune", action="store_true", help="measure every candidate first")
-    parser.add_argument("--json", help="where to write the figures")
+    parser.add_argument("--json", help="where to write the figures, after each pass")
     chosen = parser.parse_args()
-    versions = {
-        name: importlib.metadata.version(name)
-        for name in ("ejkernel", "jax", "jaxlib", "triton", "jax-triton", "torch")
-        if importlib.util.find_spec(name.replace("-", "_")) is not None and _installed(name)
-    }
+    platforms, peers, passes = (
+        [name for name in x.split(",") if name]
+        for x in (chosen.platforms, chosen.peers, chosen.passes)
+    )
     report: dict[str, Any] = {
         "device": jax.devices()[0].device_kind,
-        "versions": versions,
+        "versions": _versions(),
         "cases": {},
     }
-    platforms = [name for name in chosen.platforms.split(",") if name]
-    for case in CASES:
-        if case.name not in chosen.cases.split(","):
-            continue
-        for which in (name for name in chosen.passes.split(",") if name in case.passes):
+    for case in (x for x in CASES if x.name in chosen.cases.split(",")):
+        wanted = [x for x in passes if x in (case.bars if chosen.bars else case.passes)]
+        arrays = case.arrays() if wanted else ()
+        for which in wanted:
+            if chosen.seconds and time.perf_counter() - begin > chosen.seconds:
+                print(f"{case.name:10} {which:8} not begun: the time is over", flush=True)
+                continue
             with policy_override(default_executor().chooser, allow_autotune=chosen.tune):
-                results = measure(case, which, platforms, not chosen.no_peers)
+                results = measure(case, which, arrays, platforms, peers)
             report["cases"][f"{case.name} {which}"] = results
             for who, result in results.items():
                 said = ", ".join(
@@ -256,6 +282,11 @@ def main() -> None:
             if chosen.json:
                 with open(chosen.json, "w") as file:
                     json.dump(report, file, indent=2)
+
+
+def _versions() -> dict[str, str]:
+    names = ("ejkernel", "jax", "jaxlib", "triton", "jax-triton", "torch")
+    return {name: importlib.metadata.version(name) for name in names if _installed(name)}
 
 
 def _installed(name: str) -> bool:

@@ -93,9 +93,9 @@ def chosen_tiles(inputs: Inputs, params: GroupedMatmulConfig | None) -> Tiles:
 
 def chosen_weight_tiles(inputs: Inputs, params: GroupedMatmulConfig | None) -> Tiles:
     """The same for the gradient of the weights, of which tiles always have 128 lines."""
-    if params is None:
-        return fitting(2 * ROWS, 256)
-    return fitting(2 * ROWS, _width(params), max(2, params.num_stages))
+    width, stages = (256, 8) if params is None else (_width(params), max(2, params.num_stages))
+    wide = -(-inputs.weights.shape[2] // width) > 8
+    return fitting(2 * ROWS, width, stages, band=4 if wide else 8)
 
 
 def _width(params: GroupedMatmulConfig) -> int:
@@ -103,10 +103,15 @@ def _width(params: GroupedMatmulConfig) -> int:
 
 
 def _default(inputs: Inputs) -> Tiles:
-    """Tiles with few rows where groups have few: weights are what takes time to bring then."""
+    """Tiles with few rows where groups have few: weights are what takes time to bring then.
+
+    Otherwise three steps in flight and room for a whole result, rather than four and half of one.
+    """
     shape = inputs.inputs.shape
     rows = shape[-2] * (shape[0] if len(shape) == 3 else 1) / inputs.weights.shape[0]
-    return fitting(16 if rows <= 8 else ROWS if rows <= 48 else 2 * ROWS, 256)
+    if rows > 48:
+        return fitting(2 * ROWS, 256, stages=3)
+    return fitting(16 if rows <= 8 else ROWS, 256)
 
 
 def _params(tiles: Tiles) -> GroupedMatmulConfig:
@@ -127,7 +132,7 @@ def heuristic(inputs: Inputs, spec: Spec, device: Device) -> GroupedMatmulConfig
 
 def candidates(inputs: Inputs, spec: Spec, device: Device) -> list[GroupedMatmulConfig]:
     """All tiles worth timing."""
-    sizes = [(16, 256), (16, 128), (64, 256), (128, 256), (128, 256, 3), (128, 128)]
+    sizes = [(16, 256), (16, 128), (64, 256), (128, 256, 3), (128, 256), (128, 128)]
     return [_params(fitting(*size)) for size in sizes]
 
 
