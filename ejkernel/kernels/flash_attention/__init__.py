@@ -12,11 +12,10 @@ OP = Op(
     reference="ejkernel.kernels.flash_attention.reference",
     sources=[
         Source(Platform.PALLAS, Backend.TPU, "ejkernel.kernels.flash_attention.pallas_tpu"),
-        Source(Platform.CUDA, Backend.GPU, "ejkernel.kernels.flash_attention.cuda"),
-        Source(Platform.XLA, Backend.ANY, "ejkernel.kernels.flash_attention.xla"),
-        # Not run on a card yet: taken when asked for, or when tuning finds them right and faster.
         Source(Platform.PALLAS, Backend.GPU, "ejkernel.kernels.flash_attention.pallas_gpu"),
+        Source(Platform.CUDA, Backend.GPU, "ejkernel.kernels.flash_attention.cuda"),
         Source(Platform.TRITON, Backend.GPU, "ejkernel.kernels.flash_attention.triton_gpu"),
+        Source(Platform.XLA, Backend.ANY, "ejkernel.kernels.flash_attention.xla"),
     ],
     operands=("query", "key", "value", "bias", "sinks", "cum_seqlens_q", "cum_seqlens_k"),
     shardable=frozenset("bnk"),
