@@ -11,6 +11,7 @@ OP = Op(
     outputs=Outputs,
     reference="ejkernel.kernels.gla_attention.reference",
     sources=[
+        Source(Platform.PALLAS, Backend.TPU, "ejkernel.kernels.gla_attention.pallas_tpu"),
         Source(Platform.XLA, Backend.ANY, "ejkernel.kernels.gla_attention.xla"),
     ],
     operands=("query", "key", "value", "gate"),
