@@ -27,6 +27,13 @@ def varying_axes(x: Any) -> frozenset[str]:
     return getattr(getattr(jax.typeof(x), "manual_axis_type", None), "varying", frozenset())
 
 
+def result_shape(shape: tuple[int, ...], dtype: Any, *operands: Any) -> jax.ShapeDtypeStruct:
+    """What a kernel gives that differs from device to device as its operands together do."""
+    varying = frozenset().union(*map(varying_axes, operands))
+    kind = jax.sharding.ManualAxisType(varying=varying)
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=kind)
+
+
 def _legacy_mesh() -> Any:
     # No public name tells of `with mesh:`, and code that uses it must go on working.
     from jax._src import mesh

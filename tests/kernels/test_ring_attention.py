@@ -232,9 +232,10 @@ def test_the_program_passes_keys_on_and_gathers_nothing():
 
 
 def test_the_backward_pass_is_a_ring_of_its_own():
-    """Keys and values travel forward; backward they do so again, and their gradients with them.
+    """Keys and values travel forward; backward they do so again, and their gradients behind them.
 
-    Differentiating the hops would turn the two permutes round and keep every hop's keys.
+    Gradients do once more after the last hop, home. Differentiating the hops would turn the two
+    permutes round and keep every hop's keys.
     """
     q, k, v = arrays()
     run = lambda q, k, v: ring_attention(q, k, v, axis_name="sp", causal=True, mesh=RING)
@@ -243,7 +244,7 @@ def test_the_backward_pass_is_a_ring_of_its_own():
     permutes = re.compile(r"stablehlo\.collective_permute.*?-> tensor<([\dx]+)xf32>", re.DOTALL)
     keys, values = "2x8x2x8", "2x8x2x12"  # of one device
     assert sorted(permutes.findall(forward)) == [values, keys]
-    assert sorted(permutes.findall(both)) == [values] * 3 + [keys] * 3
+    assert sorted(permutes.findall(both)) == [values] * 4 + [keys] * 4
     assert not re.search(rf"tensor<8x({keys}|{values})xf32>", both)
 
 

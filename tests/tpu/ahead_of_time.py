@@ -1,6 +1,7 @@
 """Programs compiled for TPUs that are not here: libtpu needs no TPU to compile for one."""
 
 import importlib.util
+import math
 import os
 from typing import Any
 
@@ -23,15 +24,26 @@ needs_libtpu = pytest.mark.skipif(
 )
 
 
-def compiled(generation: str, function: Any, arguments: Any) -> Any:
-    """`function(arguments)` compiled for one chip of a generation; arguments are shapes."""
+def mesh_of(topology: str, **axes: int) -> Mesh:
+    """So many chips of a topology, as a mesh of these axes."""
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # there is no machine to ask
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # nor a chip that two processes could claim
-    topology = topologies.get_topology_desc(GENERATIONS[generation], platform="tpu")
-    mesh = Mesh(np.array(topology.devices[:1]), ("chip",))
-    whole = NamedSharding(mesh, PartitionSpec())
+    devices = topologies.get_topology_desc(topology, platform="tpu").devices
+    count = math.prod(axes.values())
+    return Mesh(np.array(devices[:count]).reshape(tuple(axes.values())), tuple(axes))
+
+
+def compiled(generation: str, function: Any, arguments: Any) -> Any:
+    """`function(arguments)` compiled for one chip of a generation; arguments are shapes."""
+    mesh = mesh_of(GENERATIONS[generation], chip=1)
+    return compiled_over(mesh, PartitionSpec(), function, arguments)
+
+
+def compiled_over(mesh: Mesh, spec: PartitionSpec, function: Any, arguments: Any) -> Any:
+    """`function(arguments)` compiled for a mesh over which every argument is split so."""
+    split = NamedSharding(mesh, spec)
     shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), arguments
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split), arguments
     )
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return jax.jit(function).lower(shapes).compile()

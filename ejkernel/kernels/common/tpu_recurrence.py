@@ -238,12 +238,9 @@ class Columnwise(Still):
         self.decays = jnp.maximum(decays.astype(jnp.float32), _LEAST)
         self.tables = tables
 
-    @functools.cached_property
-    def exponents(self) -> jax.Array:
-        return added(self.tables.sums[...], self.decays, self.exact)
-
     def _fade(self, place: int) -> jax.Array:
-        return jnp.exp(self.exponents[place * self.tokens : (place + 1) * self.tokens])
+        table = self.tables.sums[place * self.tokens : (place + 1) * self.tokens]
+        return jnp.exp(added(table, self.decays, self.exact))
 
     @functools.cached_property
     def start(self) -> jax.Array:

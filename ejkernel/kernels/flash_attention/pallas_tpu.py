@@ -7,13 +7,15 @@ stays in VMEM.
 
 import dataclasses
 import itertools
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.common.tpu_memory import MEBIBYTE, core_of, vmem_bytes
 from ejkernel.kernels.flash_attention import pallas_tpu_backward, pallas_tpu_forward
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
-from ejkernel.kernels.flash_attention.pallas_tpu_call import LANES, TileSize
+from ejkernel.kernels.flash_attention.pallas_tpu_call import LANES, Call, Settle, TileSize
 from ejkernel.ops.config import BwdParams, FwdParams
 from ejkernel.ops.implementation import Implementation, Pass
 from ejkernel.ops.platform import Device
@@ -26,8 +28,17 @@ _GOOD_PART = 1024  # queries whose gradient should fit, or a smaller tile is bet
 _SHARE = 0.6  # of VMEM; the compiler needs some for itself
 
 
-def forward(inputs: Inputs, spec: Spec, params: FwdParams | None) -> tuple[Outputs, Outputs]:
-    """Outputs, which are also the residuals."""
+def forward(
+    inputs: Inputs,
+    spec: Spec,
+    params: FwdParams | None,
+    dtype: Any = None,
+    settle: Settle | None = None,
+) -> tuple[Outputs, Outputs]:
+    """Outputs, which are also the residuals; in `dtype`, or in that of the query.
+
+    `settle` is given the results of every kernel, and what it gives back is used.
+    """
     defaults = heuristic_forward(inputs, spec, None)
     chosen = params or defaults
     size = TileSize(
@@ -36,14 +47,21 @@ def forward(inputs: Inputs, spec: Spec, params: FwdParams | None) -> tuple[Outpu
         _heads(inputs, chosen.blocksize_heads or 1),
     )
     vmem = _limit(_forward_bytes(inputs, size))
-    outputs = pallas_tpu_forward.forward(inputs, spec, size, vmem)
+    call = Call(inputs, spec, size, vmem=vmem, settle=settle)
+    outputs = pallas_tpu_forward.forward(call, dtype or inputs.query.dtype)
     return outputs, outputs
 
 
 def backward(
-    inputs: Inputs, residuals: Outputs, d_outputs: Outputs, spec: Spec, params: BwdParams | None
+    inputs: Inputs,
+    residuals: Outputs,
+    d_outputs: Outputs,
+    spec: Spec,
+    params: BwdParams | None,
+    dtype: Any = None,
+    settle: Settle | None = None,
 ) -> Inputs:
-    """Gradients, shaped like the inputs; None where there is none."""
+    """Gradients, shaped like the inputs; None where there is none. In `dtype`, or in theirs."""
     defaults = heuristic_backward(inputs, spec, None)
     chosen = params or defaults
     size = TileSize(
@@ -53,9 +71,11 @@ def backward(
     )
     part = _up(chosen.blocksize_m or defaults.blocksize_m or 0, size.queries)
     vmem = _limit(_backward_bytes(inputs, size) + _kept_bytes(inputs, size, part))
-    return pallas_tpu_backward.backward(
-        inputs, residuals, d_outputs, spec, size, part=part, vmem=vmem
+    gradients = pallas_tpu_backward.backward(
+        inputs, residuals, d_outputs, spec, size, part=part, vmem=vmem, settle=settle
     )
+    given = inputs._replace(mask=None, dropout=None)
+    return jax.tree.map(lambda d, x: d.astype(dtype or x.dtype), gradients, given)
 
 
 def heuristic_forward(inputs: Inputs, spec: Spec, device: Device | None) -> FwdParams:

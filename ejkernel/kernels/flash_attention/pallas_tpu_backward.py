@@ -20,6 +20,7 @@ from ejkernel.kernels.flash_attention.pallas_tpu_call import (
     Call,
     Refs,
     Result,
+    Settle,
     TileSize,
     product,
 )
@@ -36,16 +37,17 @@ def backward(
     *,
     part: int,
     vmem: int,
+    settle: Settle | None = None,
 ) -> Inputs:
-    """Gradients of a call, `part` queries and `size.heads` of a group at a time."""
+    """Gradients of a call in float32, `part` queries and `size.heads` of a group at a time."""
     q_len = inputs.query.shape[1]
-    rows = [
-        [
-            _part(*_cut(inputs, residuals, d_outputs, heads, start, part), spec, size, start, vmem)
-            for start in range(0, q_len, part)
-        ]
-        for heads in _head_parts(inputs, size)
-    ]
+    rows = []
+    for heads in _head_parts(inputs, size):
+        rows.append([])
+        for start in range(0, q_len, part):
+            cut, *of_rows = _cut(inputs, residuals, d_outputs, heads, start, part)
+            call = Call(cut, spec, size, vmem=vmem, settle=settle, by_keys=True, first_query=start)
+            rows[-1].append(_part(call, *of_rows))
     order = np.argsort(np.concatenate(_head_parts(inputs, size)))
     assemble = lambda which, axis, heads_axis: jnp.concatenate(
         [jnp.concatenate([x[which] for x in row], axis) for row in rows], heads_axis
@@ -56,10 +58,10 @@ def backward(
         shares = [functools.reduce(jnp.add, [x[4] for x in row]) for row in rows]
         d_sinks = per_sink(jnp.concatenate(shares)[order], inputs.sinks)
     return Inputs(
-        query=assemble(0, 1, 2).astype(inputs.query.dtype),
-        key=total(1).astype(inputs.key.dtype),
-        value=total(2).astype(inputs.value.dtype),
-        bias=None if inputs.bias is None else assemble(3, 2, 1).astype(inputs.bias.dtype),
+        query=assemble(0, 1, 2),
+        key=total(1),
+        value=total(2),
+        bias=None if inputs.bias is None else assemble(3, 2, 1),
         sinks=d_sinks,
         mask=None,
     )
@@ -99,18 +101,9 @@ def _cut(
     )
 
 
-def _part(
-    inputs: Inputs,
-    residuals: Outputs,
-    d_outputs: Outputs,
-    spec: Spec,
-    size: TileSize,
-    start: int,
-    vmem: int,
-) -> tuple:
+def _part(call: Call, residuals: Outputs, d_outputs: Outputs) -> tuple:
     """Gradients of query, key, value, bias and of what sinks take, for some of the queries."""
-    call = Call(inputs, spec, size, vmem=vmem, by_keys=True, first_query=start)
-    size = call.size
+    inputs, spec, size = call.inputs, call.spec, call.size
     lse, delta, share = _row_terms(inputs, residuals, d_outputs)
     d_out = d_outputs.out
     if share is not None:

@@ -10,6 +10,7 @@ holds them all and the grid counts one.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +24,10 @@ from ejkernel.kernels.common.precision import precision
 from ejkernel.kernels.common.tile_list import TileList, tile_list
 from ejkernel.kernels.common.tpu_mask import TileMask
 from ejkernel.kernels.flash_attention.inputs import Inputs, Spec
+from ejkernel.ops.meshes import result_shape
 from ejkernel.types.rules import Everything
+
+Settle = Callable[[Any], Any]  # from the results of a kernel to what is used of them
 
 LOG2_E = math.log2(math.e)
 LANES = 128
@@ -66,7 +70,7 @@ class Result(NamedTuple):
 
 
 class Call:
-    """One call of a kernel that may use `vmem` bytes.
+    """One call of a kernel that may use `vmem` bytes, and whose results `settle` is to see.
 
     `by_keys`: results are blocks of keys, and tiles stand keys by queries. `first_query`: how many
     queries of the whole come before these.
@@ -79,10 +83,11 @@ class Call:
         size: TileSize,
         *,
         vmem: int,
+        settle: Settle | None = None,
         by_keys: bool = False,
         first_query: int = 0,
     ):
-        self.vmem = vmem
+        self.vmem, self.settle = vmem, settle
         self.inputs, self.spec, self.by_keys, self.first_query = inputs, spec, by_keys, first_query
         self.batch, self.q_len, self.q_heads, _ = inputs.query.shape
         _, self.kv_len, self.kv_heads, _ = inputs.key.shape
@@ -306,12 +311,13 @@ class Call:
         zeroed = [i for i, x in enumerate(results) if x.zeroed]
         zeros = [jnp.zeros(results[i].shape, results[i].dtype) for i in zeroed]
         first, behind = len(scalars) + len(operands), len(operands) + len(zeroed)
+        arrays = (*scalars, *(x.array for x in operands), *zeros)
 
         def body(result, packed, *refs):
             numbers, refs = refs[: len(scalars) - 2], refs[len(scalars) - 2 :]
             kernel(self, Refs(result, packed, numbers, refs[: len(operands)], refs[behind:]))
 
-        return pl.pallas_call(
+        outputs = pl.pallas_call(
             body,
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=len(scalars),
@@ -323,7 +329,7 @@ class Call:
                 out_specs=[x.spec for x in results],
                 scratch_shapes=scratch,
             ),
-            out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results],
+            out_shape=[result_shape(x.shape, x.dtype, *arrays) for x in results],
             input_output_aliases={first + i: result for i, result in enumerate(zeroed)},
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("parallel", "parallel", "arbitrary"),
@@ -331,7 +337,8 @@ class Call:
                 disable_bounds_checks=True,  # the list names no block that is not there
             ),
             interpret=settings.interpret(),
-        )(*scalars, *(x.array for x in operands), *zeros)
+        )(*arrays)
+        return outputs if self.settle is None else self.settle(outputs)
 
 
 class Refs(NamedTuple):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
+from ejkernel.kernels.flash_attention.inputs import Outputs
 from ejkernel.kernels.flash_attention.pallas_tpu_call import (
     LANES,
     LOG2_E,
@@ -17,7 +17,6 @@ from ejkernel.kernels.flash_attention.pallas_tpu_call import (
     Operand,
     Refs,
     Result,
-    TileSize,
     product,
 )
 from ejkernel.types.block_map import FULL, PARTIAL
@@ -29,10 +28,9 @@ _LEAST = -1e30
 _ROWS = 256
 
 
-def forward(inputs: Inputs, spec: Spec, size: TileSize, vmem: int) -> Outputs:
-    """Output and log-sum-exp, in tiles of this size and `vmem` bytes."""
-    call = Call(inputs, spec, size, vmem=vmem)
-    size = call.size
+def forward(call: Call, dtype: Any) -> Outputs:
+    """Output in `dtype` and log-sum-exp."""
+    inputs, size = call.inputs, call.size
     columns = inputs.value.shape[-1]
     operands = [call.of_queries(inputs.query), call.of_keys(inputs.key), call.of_keys(inputs.value)]
     if inputs.bias is not None:
@@ -48,7 +46,7 @@ def forward(inputs: Inputs, spec: Spec, size: TileSize, vmem: int) -> Outputs:
         [
             Result(
                 (call.batch, call.q_heads, call.q_len, columns),
-                inputs.query.dtype,
+                dtype,
                 call.spec_of(
                     (None, *rows, columns), lambda at: (at.batch, at.heads, at.queries, 0)
                 ),

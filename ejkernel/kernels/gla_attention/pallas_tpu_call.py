@@ -24,6 +24,7 @@ from ejkernel.kernels.common.recurrence_grid import Grid
 from ejkernel.kernels.common.tpu_recurrence import Columnwise, Still, Tables, Uniform
 from ejkernel.kernels.common.tpu_recurrence_step import Chunk
 from ejkernel.kernels.gla_attention.inputs import Inputs, Spec, sequences
+from ejkernel.ops.meshes import result_shape
 
 _TOGETHER = 2  # key heads whose work the compiler may interleave
 
@@ -240,6 +241,7 @@ class Call:
         sequence = self.sequence()
         scalars = [] if sequence is None else [sequence]
         names = [*operands, *results, "scratch"]
+        arrays = (*scalars, *(x.array for x in operands.values()))
 
         def body(*refs):
             numbers, refs = refs[: len(scalars)], refs[len(scalars) :]
@@ -255,11 +257,11 @@ class Call:
                 out_specs=[x.spec for x in results.values()],
                 scratch_shapes=[pltpu.VMEM(shape, jnp.float32)],
             ),
-            out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results.values()],
+            out_shape=[result_shape(x.shape, x.dtype, *arrays) for x in results.values()],
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("parallel", "parallel", "arbitrary"),
                 vmem_limit_bytes=self.vmem,
             ),
             interpret=settings.interpret(),
-        )(*scalars, *(x.array for x in operands.values()))
+        )(*arrays)
         return dict(zip(results, outputs, strict=True))

@@ -92,9 +92,7 @@ def _enter(call: Call, refs: Refs, first: Any, name: str) -> None:
     def _():
         scratch = refs["scratch"]
         given = refs.get(name)
-        scratch[...] = (
-            jnp.zeros_like(scratch) if given is None else given[...].astype(jnp.float32)
-        )
+        scratch[...] = jnp.zeros_like(scratch) if given is None else given[...].astype(jnp.float32)
 
 
 def _leave(call: Call, refs: Refs, last: Any, name: str) -> None:

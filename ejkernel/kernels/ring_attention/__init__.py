@@ -11,6 +11,7 @@ OP = Op(
     outputs=Outputs,
     reference="ejkernel.kernels.ring_attention.reference",
     sources=[
+        Source(Platform.PALLAS, Backend.TPU, "ejkernel.kernels.ring_attention.pallas_tpu"),
         Source(Platform.XLA, Backend.ANY, "ejkernel.kernels.ring_attention.xla"),
     ],
     operands=("query", "key", "value", "bias", "sinks"),

@@ -1,0 +1,92 @@
+"""Programs for several chips: kernels run on every share, and transfers run behind kernels."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from ejkernel.modules import flash_attention, gla_attention, ring_attention
+from tpu.ahead_of_time import compiled_over, kernels_in, mesh_of, needs_libtpu
+
+pytestmark = [needs_libtpu, pytest.mark.tpu]
+
+STARTED = re.compile(r"%([\w.-]+) = .* collective-permute-start\(")
+DONE = re.compile(r"collective-permute-done\(%([\w.-]+)\)")
+
+
+def computations(program):
+    """The lines of each computation of a compiled program, in the order in which they run."""
+    text = program.as_text()
+    assert "is_scheduled=true" in text.partition("\n")[0]
+    return [part.splitlines() for part in re.split(r"\n(?=%|ENTRY)", text)]
+
+
+def transfers(lines):
+    """For every transfer of a computation whether a kernel runs between its start and its end."""
+    starts = {m.group(1): i for i, line in enumerate(lines) if (m := STARTED.search(line))}
+    ends = {m.group(1): i for i, line in enumerate(lines) if (m := DONE.search(line))}
+    assert starts.keys() == ends.keys()
+    return [
+        any("tpu_custom_call" in line for line in lines[start : ends[name]])
+        for name, start in starts.items()
+    ]
+
+
+def gradients(run):
+    return jax.grad(lambda x: run(x).astype(jnp.float32).sum())
+
+
+def arrays(length, heads=8, kv_heads=4):
+    shape = lambda n: jax.ShapeDtypeStruct((2, length, n, 128), jnp.bfloat16)
+    return shape(heads), shape(kv_heads), shape(kv_heads)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("topology", "size"), [("v5e:2x2", 4), ("v5e:4x4", 16), ("v6e:2x2", 4), ("tpu7x:2x2x1", 4)]
+)
+def test_a_hop_of_the_ring_sends_while_it_computes(topology, size, causal):
+    """Keys and values, and backward what earlier hops found of their gradients."""
+    mesh = mesh_of(topology, ring=size)
+    run = lambda x: ring_attention(*x, causal=causal, axis_name="ring", mesh=mesh)
+    program = compiled_over(mesh, P(None, "ring"), gradients(run), arrays(512 * size))
+    *hops, entry = (found for lines in computations(program) if (found := transfers(lines)))
+    assert sorted(map(len, hops)) == [2, 4]
+    assert all(map(all, hops))
+    assert len(entry) == 2  # the gradients of keys and values, home from the last hop
+    assert "all-gather" not in program.as_text()
+
+
+def test_the_check_of_transfers_can_fail():
+    lines = [
+        "%a = (bf16[8]) collective-permute-start(%x)",
+        "%b = bf16[8] collective-permute-done(%a)",
+        '%k = bf16[8] custom-call(%b), custom_call_target="tpu_custom_call"',
+    ]
+    assert transfers(lines) == [False]
+    assert transfers([lines[0], lines[2], lines[1]]) == [True]
+
+
+@pytest.mark.parametrize(
+    ("topology", "rows", "heads"), [("v5e:2x2", 2, 2), pytest.param("v5e:4x4", 2, 8)]
+)
+@pytest.mark.parametrize("function", [flash_attention, gla_attention])
+def test_every_share_of_a_mesh_runs_the_kernels_and_needs_no_other(function, topology, rows, heads):
+    mesh = mesh_of(topology, rows=rows, heads=heads)
+    spec = P("rows", None, "heads")
+    run = lambda x: function(*x, mesh=mesh, in_specs=(spec,) * 3)
+    program = compiled_over(mesh, spec, gradients(run), arrays(1024, kv_heads=8))
+    assert kernels_in(program) >= 2
+    assert not re.search("all-gather|all-to-all|all-reduce|collective", program.as_text())
+
+
+@pytest.mark.parametrize("function", [flash_attention, gla_attention])
+def test_the_kernels_run_inside_a_shard_map_that_checks_what_varies(function):
+    mesh = mesh_of("v5e:2x2", rows=2)
+    run = jax.shard_map(
+        lambda x: function(*x), mesh=mesh, in_specs=(P("rows"),), out_specs=P("rows")
+    )
+    program = compiled_over(mesh, P("rows"), gradients(run), arrays(1024))
+    assert kernels_in(program) >= 2
