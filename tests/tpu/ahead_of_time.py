@@ -11,6 +11,8 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ejkernel.ops.platform import Device, device_of
+
 GENERATIONS = {
     "v4": "v4:2x2x1",
     "v5e": "v5e:2x2",
@@ -31,6 +33,13 @@ def mesh_of(topology: str, **axes: int) -> Mesh:
     devices = topologies.get_topology_desc(topology, platform="tpu").devices
     count = math.prod(axes.values())
     return Mesh(np.array(devices[:count]).reshape(tuple(axes.values())), tuple(axes))
+
+
+def device(generation: str) -> Device:
+    """How the chips of a generation are described to an implementation."""
+    mesh = mesh_of(GENERATIONS[generation], chip=1)
+    sharding = NamedSharding(mesh, PartitionSpec())
+    return device_of([jax.ShapeDtypeStruct((), np.float32, sharding=sharding)])
 
 
 def compiled(generation: str, function: Any, arguments: Any) -> Any:
