@@ -230,6 +230,7 @@ def other_process(script, *arguments):
 SHARED = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 CALLS = [
     "half_sizes_4096_4096_14336",
+    "half_sizes_128_2048_1400_t",
     "half_ids_4096_2000_1400",
     "half_sizes_16_1000_1000_t",
     "half_ids_16_4096_2048",

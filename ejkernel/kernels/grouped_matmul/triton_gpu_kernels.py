@@ -40,10 +40,13 @@ def multiply(rows, weights, order, tiles, existing, out, mode: tl.constexpr):
         if mode.uneven_n:
             inside = inside & (at < mode.n)[None, :]
         at = row[:, None] * mode.n + at[None, :]
+        written = inside
+        if mode.existing:
+            written = inside & (weight >= 0)
+        tl.store(out + at, total.to(out.dtype.element_ty), mask=written)
         if mode.existing:
             kept = inside & (weight < 0)
-            total += tl.load(existing + at, mask=kept, other=0.0).to(tl.float32)
-        tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+            tl.store(out + at, tl.load(existing + at, mask=kept), mask=kept)
 
 
 @kernel

@@ -33,10 +33,12 @@ _HOPPER: _Table = {
         Shape(16, 128, 64, 4, 5),
         Shape(16, 64, 128, 4, 5),
         Shape(16, 256, 64, 8, 4),
-        Shape(16, 32, 256, 4, 4),
+        Shape(16, 128, 128, 8, 4),
     ],
-    32: [Shape(32, 128, 128, 4, 4), Shape(32, 128, 64, 4, 5)],
+    32: [Shape(32, 128, 128, 4, 4), Shape(32, 128, 64, 4, 5), Shape(16, 128, 128, 4, 4)],
     96: [Shape(64, 128, 64, 4, 4), Shape(64, 256, 64, 4, 4), Shape(32, 128, 128, 4, 4)],
+    # Half of a tile of 128 rows would be empty here.
+    160: [Shape(64, 256, 64, 4, 4), Shape(128, 128, 64, 8, 4), Shape(128, 256, 64, 8, 4)],
     _MANY: [
         Shape(128, 256, 64, 8, 4),
         Shape(128, 256, 64, 8, 3),
@@ -94,9 +96,11 @@ def of_sums(shape: Shape, m: int, n: int, exact: bool, gathers: bool) -> Shape:
     """The shape for sums over rows that goes with one for products: there `k` are rows."""
     if exact:
         return fitted(shape, n, 32, True)._replace(block_m=min(32, padded(m)), block_k=16)
-    if gathers and shape.block_n > 128:
+    if gathers:
         # Every step computes addresses anew: two programs at a time hide that from each other.
-        shape = shape._replace(block_n=128, warps=4, stages=3)
+        warps = 4 if shape.block_n > 128 else shape.warps
+        stages = min(shape.stages, 3)
+        shape = shape._replace(block_n=min(shape.block_n, 128), warps=warps, stages=stages)
     # Few rows of a weight are a short sum: then the tile of results is all there is to do.
     few = shape.block_m < 64
     block_m, block_k = (64, 16) if few else (shape.block_m, min(shape.block_k, 64))
