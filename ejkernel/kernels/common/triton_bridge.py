@@ -30,7 +30,10 @@ from ejkernel.ops.platform import Device, device_of
 
 _OLDEST = (8, 0)  # compute capability
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-_NAMES = {**_DTYPES, "int32": "i32", "int8": "i8"}
+_EIGHT_BITS = {"int8": "i8", "float8_e4m3fn": "fp8e4nv", "float8_e5m2": "fp8e5"}
+_NAMES = {**_DTYPES, **_EIGHT_BITS, "int32": "i32"}
+# Multiprocessors of a device that is known by its kind alone.
+_MULTIPROCESSORS = {(8, 0): 108, (9, 0): 132, (10, 0): 148, (10, 3): 148}
 _FUNCTIONS: list[Callable] = []  # as written
 _LOADED: dict[Callable, Any] = {}  # as written -> as Triton knows it
 _INTERPRETER = threading.Lock()
@@ -101,22 +104,33 @@ def _why_not_interpreted(dtypes: set[str]) -> str | None:
     return None
 
 
+def multiprocessors(device: Device) -> int:
+    """How many multiprocessors a device has; few in the interpreter, which has one program run."""
+    if settings.interpret():
+        return 3
+    for here in jax.local_devices():
+        if here.device_kind == device.kind and (count := getattr(here, "core_count", None)):
+            return int(count)
+    return _MULTIPROCESSORS.get(device.compute_capability or (9, 0), 84)
+
+
 def launch(
     function: Callable,
     arrays: Sequence[jax.Array],
     outputs: Sequence[jax.ShapeDtypeStruct],
     mode: Any,
     how: Launch,
+    aliases: dict[int, int] | None = None,
 ) -> list[jax.Array]:
-    """The outputs of a kernel."""
+    """The outputs of a kernel; `aliases`: inputs that become an output, where they lie."""
     if (calls := _COLLECTED.get()) is not None:
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
         calls.append(Call(function, shapes, list(outputs), mode, how))
         return [jnp.zeros(x.shape, x.dtype) for x in outputs]
     if settings.interpret():
-        results = _interpreted(function, arrays, outputs, mode, how)
+        results = _interpreted(function, arrays, outputs, mode, how, aliases or {})
     else:
-        results = _called(function, arrays, outputs, mode, how)
+        results = _called(function, arrays, outputs, mode, how, aliases or {})
     # Triton knows nothing of shard_map: say over which mesh axes the results differ.
     axes = frozenset().union(*map(varying_axes, arrays))
     if axes:
@@ -135,7 +149,9 @@ def after(x: jax.Array, earlier: jax.Array) -> jax.Array:
     return x + jnp.minimum(jnp.abs(some), 0)  # plus 0, which XLA cannot know
 
 
-def _called(function: Any, arrays: Any, outputs: Any, mode: Any, how: Launch) -> list[jax.Array]:
+def _called(
+    function: Any, arrays: Any, outputs: Any, mode: Any, how: Launch, aliases: dict[int, int]
+) -> list[jax.Array]:
     capability = device_of(arrays).compute_capability
     function = _loaded(function)
     return _jax_triton().triton_call(
@@ -147,21 +163,34 @@ def _called(function: Any, arrays: Any, outputs: Any, mode: Any, how: Launch) ->
         compute_capability=capability and capability[0] * 10 + capability[1],
         num_warps=how.num_warps,
         num_stages=how.num_stages,
+        input_output_aliases=aliases,
         mode=mode,
     )
 
 
-def _interpreted(function: Any, arrays: Any, outputs: Any, mode: Any, how: Launch) -> list:
+def _interpreted(
+    function: Any, arrays: Any, outputs: Any, mode: Any, how: Launch, aliases: dict[int, int]
+) -> list:
+    loaded = _loaded(function)  # here, where it is known that Triton is to interpret
+
     def run(*arrays: Any) -> list[np.ndarray]:
         inputs = [np.array(x) for x in arrays]
-        results = [np.full(x.shape, np.nan, x.dtype) for x in outputs]  # what is forgotten shows
+        results = [_forgotten(x) for x in outputs]
+        for i, j in aliases.items():
+            results[j] = inputs[i]
         pointers = map(_Pointer, [*inputs, *results])
         # Infinities are part of the algorithms; the interpreter keeps its state in globals.
         with _INTERPRETER, np.errstate(all="ignore"):
-            _loaded(function)[(how.programs,)](*pointers, mode=mode)
+            loaded[(how.programs,)](*pointers, mode=mode)
         return results
 
     return jax.pure_callback(run, list(outputs), *arrays)
+
+
+def _forgotten(x: jax.ShapeDtypeStruct) -> np.ndarray:
+    """An output before it is written, such that what is forgotten shows."""
+    kind = np.dtype(x.dtype)
+    return np.full(x.shape, np.iinfo(kind).min if kind.kind == "i" else np.nan, kind)
 
 
 class _Pointer:

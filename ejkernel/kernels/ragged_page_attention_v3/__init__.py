@@ -11,6 +11,9 @@ OP = Op(
     outputs=Outputs,
     reference="ejkernel.kernels.ragged_page_attention_v3.reference",
     sources=[
+        Source(
+            Platform.TRITON, Backend.GPU, "ejkernel.kernels.ragged_page_attention_v3.triton_gpu"
+        ),
         Source(Platform.XLA, Backend.ANY, "ejkernel.kernels.ragged_page_attention_v3.xla"),
     ],
     operands=(

@@ -13,6 +13,11 @@ OP = Op(
     outputs=Outputs,
     reference="ejkernel.kernels.ragged_page_attention_v3_update.reference",
     sources=[
+        Source(
+            Platform.TRITON,
+            Backend.GPU,
+            "ejkernel.kernels.ragged_page_attention_v3_update.triton_gpu",
+        ),
         Source(Platform.XLA, Backend.ANY, "ejkernel.kernels.ragged_page_attention_v3_update.xla"),
     ],
     operands=(

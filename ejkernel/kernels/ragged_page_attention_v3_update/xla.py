@@ -35,7 +35,7 @@ class _Place(NamedTuple):
 
 def forward(inputs: Inputs, spec: Spec, params: Any) -> tuple[Outputs, Residuals]:
     """Outputs, and the residuals among them."""
-    pages = _written(inputs, spec)
+    pages = written(inputs, spec)
     results, _ = attention.forward(reading_inputs(inputs, spec, *pages), spec, params)
     _, outputs = LAYOUTS[spec.kv_layout]
     return outputs(*results, *pages), Residuals(*results)
@@ -45,7 +45,7 @@ def backward(
     inputs: Inputs, residuals: Residuals, d_outputs: Outputs, spec: Spec, params: Any
 ) -> Inputs:
     """Gradients, shaped like the inputs; what goes through an integer cache has none."""
-    call = reading_inputs(inputs, spec, *_written(inputs, spec))
+    call = reading_inputs(inputs, spec, *written(inputs, spec))
     saved, along = reading.Outputs(*residuals), reading.Outputs(d_outputs.out, d_outputs.lse)
     gradients = attention.backward(call, saved, along, spec, params)
     d_inputs = inputs._replace(
@@ -80,7 +80,8 @@ def backward(
     return d_inputs
 
 
-def _written(inputs: Inputs, spec: Spec) -> tuple[jax.Array, jax.Array]:
+def written(inputs: Inputs, spec: Spec) -> tuple[jax.Array, jax.Array]:
+    """The cache with the new tokens where they belong."""
     place, axes = _places(inputs, spec), cache_axes(spec.kv_layout)
     write = lambda cache, new, scale: write_tokens(
         cache, *place, stored(_flat(new), scale, cache.dtype), axes

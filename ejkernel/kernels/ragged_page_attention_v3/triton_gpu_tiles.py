@@ -1,0 +1,230 @@
+"""What the Triton kernels over pages do with one tile: loads, logits, softmax, results.
+
+`mode` is a `Mode` of triton_gpu_plan, known when a kernel is compiled: a branch on it is free.
+"""
+
+# Annotations stay text: Triton reads them, and it may not be here.
+from __future__ import annotations
+
+from typing import Any
+
+from ejkernel.kernels.common.triton_bridge import kernel
+
+tl: Any = None
+
+
+@kernel
+def block_range(block, tokens, length, kv_length, mode: tl.constexpr):
+    """The first tile of keys that a block of queries may see, and the end of them."""
+    first = kv_length - length + block * tokens
+    last = tl.minimum(first + tokens, kv_length) - 1
+    stop = tl.maximum(last + mode.block_k, 0) // mode.block_k
+    begin = 0
+    if mode.window > 0:
+        begin = tl.maximum(first - mode.window + 1, 0) // mode.block_k
+    return begin, stop
+
+
+@kernel
+def page_ids(pages, j, kv_length, mode: tl.constexpr):
+    """The page of a tile, the pages of its parts, or those of its positions; -1 past the length.
+
+    Numbers where that can be: what is carried to the next step should not be a tensor, which the
+    threads would have to exchange.
+    """
+    position = j * mode.block_k
+    if mode.pages_of_tile == 0:
+        position += tl.arange(0, mode.block_k)
+    a = tl.load(pages + position // mode.page_size, mask=position < kv_length, other=-1)
+    b, c, d = a, a, a
+    if mode.pages_of_tile > 1:
+        at = pages + j * mode.pages_of_tile
+        b = tl.load(at + 1, mask=position + mode.page_size < kv_length, other=-1)
+    if mode.pages_of_tile > 2:
+        c = tl.load(at + 2, mask=position + 2 * mode.page_size < kv_length, other=-1)
+        d = tl.load(at + 3, mask=position + 3 * mode.page_size < kv_length, other=-1)
+    return a, b, c, d
+
+
+@kernel
+def _page_of_row(a, b, c, d, mode: tl.constexpr):
+    """The page of a tile, or of each of its positions."""
+    row = tl.arange(0, mode.block_k)
+    if mode.pages_of_tile == 2:
+        a = tl.where(row < mode.page_size, a, b)
+    elif mode.pages_of_tile == 4:
+        a = tl.where(row < mode.page_size, a, b)
+        c = tl.where(row < 3 * mode.page_size, c, d)
+        a = tl.where(row < 2 * mode.page_size, a, c)
+    return a
+
+
+@kernel
+def load_queries(
+    query, k_scale, batch, row, real, head, index, mode: tl.constexpr
+):  # fmt: skip
+    """Queries of a block as the cache meets them, a row for each token and each head of a group.
+
+    And what their products are multiplied with: a number, or one for each row.
+    """
+    column = tl.arange(0, mode.head_width)[None, :]
+    token = index // mode.group
+    at = (batch * mode.tokens + row + token) * mode.heads + head * mode.group + index % mode.group
+    at = tl.cast(at, tl.int64) * mode.head_dim
+    mask = (token < real)[:, None] & (column < mode.head_dim)
+    q = tl.load(query + at[:, None] + column, mask=mask, other=0.0)
+    factor = tl.full(index.shape, mode.scale, tl.float32)
+    if mode.k_scale:
+        factor = factor * tl.load(k_scale + head)
+    if mode.operands == "single":
+        q = q.to(tl.float32)
+    elif mode.operands == "half":
+        # A power of two for each row, so that no query is too large for float16, nor too small.
+        q = q.to(tl.float32)
+        largest = tl.max(tl.abs(q), 1)
+        power = tl.exp2(tl.floor(tl.log2(tl.where(largest > 0.0, largest, 1.0))))
+        q = (q / power[:, None]).to(tl.float16)
+        factor = factor * power
+    return q, factor
+
+
+@kernel
+def step(
+    total, peak, mass, q, factor, keys, values, a, b, c, d, j, real, position, head, index,
+    masked: tl.constexpr, mode: tl.constexpr,
+):  # fmt: skip
+    """The softmax so far, with one more tile of keys."""
+    place = j * mode.block_k + tl.arange(0, mode.block_k)
+    ids = _page_of_row(a, b, c, d, mode)
+    there = (ids >= 0) & (ids < mode.pages) & (place < position + real)
+    if mode.window > 0:
+        there = there & (place > position - mode.window)
+    slot = place % mode.page_size
+    if mode.far:
+        ids = tl.cast(ids, tl.int64)
+    k = _load_tile(
+        keys + head * mode.k_head, ids * mode.k_page + slot * mode.k_slot, there, masked,
+        mode.head_dim, mode.head_width, mode,
+    ).to(q.dtype)  # fmt: skip
+    x = tl.dot(q, tl.trans(k), input_precision=mode.precision)
+    if not mode.plain:
+        x = x * factor[:, None]
+    if mode.soft_cap > 0.0:
+        # tanh(x) = 1 - 2 / (exp(2x) + 1): infinities on the way are harmless.
+        x = 1.0 - 2.0 / (tl.exp2(x * (2.8853900817779268 / mode.soft_cap)) + 1.0)
+    if masked:
+        token = index // mode.group
+        own = tl.where(token < real, position + token, -1)[:, None]
+        seen = (place[None, :] <= own) & there[None, :]
+        if mode.window > 0:
+            seen = seen & (place[None, :] > own - mode.window)
+        x = tl.where(seen, x, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(x, 1) * mode.factor)
+    weights = tl.exp2(x * mode.factor - new_peak[:, None])
+    shrink = tl.exp2(peak - new_peak)
+    mass = mass * shrink + tl.sum(weights, 1)
+    v = _load_tile(
+        values + mode.v_first + head * mode.v_head, ids * mode.v_page + slot * mode.v_slot, there,
+        masked, mode.value_dim, mode.value_width, mode,
+    ).to(q.dtype)  # fmt: skip
+    total = total * shrink[:, None]
+    total = tl.dot(weights.to(v.dtype), v, total, input_precision=mode.precision)
+    return total, new_peak, mass
+
+
+@kernel
+def _load_tile(
+    base, at, there, masked: tl.constexpr, dim: tl.constexpr, width: tl.constexpr,
+    mode: tl.constexpr,
+):  # fmt: skip
+    """[block_k, width] of keys or values at these places, 0 where they are not `there`."""
+    column = tl.arange(0, width)[None, :]
+    at = base + at[:, None] + column
+    if masked and dim != width:
+        x = tl.load(at, mask=there[:, None] & (column < dim), other=0.0)
+    elif masked:
+        x = tl.load(at, mask=there[:, None], other=0.0)
+    elif dim != width:
+        x = tl.load(at, mask=column < dim, other=0.0)
+    else:
+        x = tl.load(at)
+    if mode.bits != "":
+        x = x.to(tl.int16)
+        if mode.bits == "e5m2":
+            # The upper half of a float16.
+            x = (x << 8).to(tl.float16, bitcast=True)
+        else:
+            # The same with another bias of the exponent; the largest of all numbers is a NaN.
+            some = ((x & 0x7F) << 7) | ((x & 0x80) << 8)
+            some = some.to(tl.int16).to(tl.float16, bitcast=True) * 256.0
+            x = tl.where((x & 0x7F) == 0x7F, float("nan"), some)
+    return x
+
+
+@kernel
+def finish(
+    total, peak, mass, v_scale, sinks, out, lse, batch, row, real, head, index,
+    mode: tl.constexpr,
+):  # fmt: skip
+    """Output and log-sum-exp of the rows `index` of an item."""
+    token = index // mode.group
+    query_head = head * mode.group + index % mode.group
+    seen = mass > 0.0
+    whole = mass
+    if mode.sinks:
+        whole += tl.exp2(tl.load(sinks + query_head) * 1.4426950408889634 - peak)
+    total = total / tl.where(seen, whole, 1.0)[:, None]
+    if mode.v_scale:
+        total = total * tl.load(v_scale + head)
+    at = tl.cast((batch * mode.tokens + row + token) * mode.heads + query_head, tl.int64)
+    column = tl.arange(0, mode.value_width)[None, :]
+    mask = (token < real)[:, None] & (column < mode.value_dim)
+    at = out + at[:, None] * mode.value_dim + column
+    tl.store(at, total.to(out.dtype.element_ty), mask=mask)
+    natural = (peak + tl.log2(tl.where(seen, mass, 1.0))) * 0.6931471805599453
+    at = lse + (batch * mode.heads + query_head) * mode.tokens + row + token
+    tl.store(at, tl.where(seen, natural, float("-inf")), mask=token < real)
+
+
+@kernel
+def combine(
+    cut, parts, peaks, masses, v_scale, sinks, some_out, some_lse, out, lse, mode: tl.constexpr
+):
+    """Some rows of an item that several programs had a part of; it began in `program`."""
+    size: tl.constexpr = mode.combine_rows
+    chunks: tl.constexpr = mode.rows // size
+    program = tl.program_id(0) // chunks
+    first = tl.program_id(0) % chunks * size
+    remaining = tl.load(cut + program * 8)
+    real = tl.load(cut + program * 8 + 3)
+    if (remaining > 0) & (first < real * mode.group):
+        batch = tl.load(cut + program * 8 + 1)
+        row = tl.load(cut + program * 8 + 2)
+        head = tl.load(cut + program * 8 + 4)
+        share = tl.load(cut + program * 8 + 5)
+        index = first + tl.arange(0, size)
+        count = 1 + (remaining + share - 1) // share
+        total = tl.full([size, mode.value_width], 0.0, tl.float32)
+        peak = tl.full([size], -3.4028234663852886e38, tl.float32)
+        mass = tl.full([size], 0.0, tl.float32)
+        for chunk in range(0, count, mode.combine_parts):
+            number = chunk + tl.arange(0, mode.combine_parts)
+            # What began in a program lies behind what it had of an earlier item.
+            place = 2 * (program + number) + (number == 0).to(tl.int32)
+            at = place[:, None] * mode.rows + index[None, :]
+            there = (number < count)[:, None]
+            column = tl.arange(0, mode.value_width)[None, None, :]
+            x = tl.load(
+                parts + at[:, :, None] * mode.value_width + column,
+                mask=there[:, :, None],
+                other=0.0,
+            )
+            some = tl.load(peaks + at, mask=there, other=-3.4028234663852886e38)
+            amount = tl.load(masses + at, mask=there, other=0.0)
+            new_peak = tl.maximum(peak, tl.max(some, 0))
+            weight = tl.exp2(some - new_peak[None, :])
+            shrink = tl.exp2(peak - new_peak)
+            mass = mass * shrink + tl.sum(amount * weight, 0)
+            total = total * shrink[:, None] + tl.sum(x * weight[:, :, None], 0)
+            peak = new_peak
+        finish(total, peak, mass, v_scale, sinks, out, lse, batch, row, real, head, index, mode)

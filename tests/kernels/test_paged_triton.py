@@ -1,0 +1,374 @@
+"""Attention over pages in Triton: interpreted it computes what is defined, compiled it fits."""
+
+import functools
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conformance.cases import Case
+from conformance.oracle import assert_as_good_as_rounding
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ejkernel import settings
+from ejkernel.errors import UnsupportedError
+from ejkernel.kernels.common import triton_bridge
+from ejkernel.kernels.ragged_page_attention_v3 import triton_gpu
+from ejkernel.kernels.ragged_page_attention_v3.inputs import Inputs, Spec
+from ejkernel.kernels.ragged_page_attention_v3.triton_gpu_plan import plan
+from ejkernel.kernels.ragged_page_attention_v3.triton_gpu_shapes import Shape, shape_of
+from ejkernel.modules import ragged_page_attention_v3, ragged_page_attention_v3_update
+from ejkernel.ops import executor, kernel_registry
+from ejkernel.ops.executor import Request
+from ejkernel.ops.platform import Device, Platform
+
+H200 = Device("gpu", "NVIDIA H200", (9, 0), "NVIDIA H200|absent")
+OPS = (
+    "ragged_page_attention_v3",
+    "page_attention",
+    "ragged_page_attention_v2",
+    "ragged_page_attention_v3_update",
+)
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
+
+
+@pytest.fixture
+def interpreter():
+    """Kernels run in Triton's interpreter, on NumPy arrays."""
+    with settings.override(interpret=True):
+        if reason := triton_bridge.why_not(H200, jnp.float32):
+            pytest.skip(f"triton {reason}")
+        yield
+
+
+def cases(*quick):
+    found = []
+    for name in OPS:
+        op = kernel_registry.op(name)
+        source = next(source for source in op.sources if source.platform is Platform.TRITON)
+        for workload in importlib.import_module(f"ejkernel.kernels.{name}.workloads").WORKLOADS:
+            if "test" in workload.tags:
+                called = f"{name}-{workload.name}"
+                marks = [] if called in quick else [pytest.mark.slow]
+                case = Case(op, source, workload)
+                found.append(pytest.param(case, id=called, marks=marks))
+    return found
+
+
+def check(case, dtype):
+    call = case.call(dtype)
+    request = Request(platform="triton")
+    run = jax.jit(lambda inputs: executor.run(case.op, inputs, call.spec, request))
+    assert_as_good_as_rounding(case, dtype, "values", run(call.inputs))
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "case", cases("ragged_page_attention_v3-heads_first", "ragged_page_attention_v3-integers")
+)
+def test_interpreted_it_computes_what_is_defined(interpreter, case):
+    """What a kernel leaves unwritten would be NaN."""
+    check(case, jnp.float32)
+
+
+@needs_triton
+@pytest.mark.parametrize("case", cases())
+def test_half_precision_is_as_good_as_rounding(interpreter, case):
+    check(case, jnp.float16)
+
+
+PAGES, SIZE, KV_HEADS, HEADS, DIM = 14, 4, 2, 4, 8
+# Decoding, prefilling, empty, prefilling the last part; then three rows of no sequence.
+CU_Q, CU_K, TOKENS = np.array([0, 1, 6, 6, 13]), np.array([0, 9, 14, 14, 25]), 16
+TABLE = np.array([[3, 7, 1], [5, 0, 13], [2, 9, 4], [10, -1, 12]])
+
+
+def draw(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+QUERY = draw(0, TOKENS, HEADS, DIM)
+KEYS, VALUES = draw(1, PAGES, SIZE, KV_HEADS, DIM), draw(2, PAGES, SIZE, KV_HEADS, DIM)
+
+
+def used_slots(window, new=True):
+    """Which slots hold a token that some query sees; without `new`, one from an earlier call."""
+    used = np.zeros((PAGES, SIZE), bool)
+    for row, q, length in zip(TABLE, np.diff(CU_Q), np.diff(CU_K), strict=True):
+        oldest = 0 if window is None else max(length - q - window + 1, 0)
+        for position in range(oldest, length if new else length - q) if q else ():
+            if row[position // SIZE] >= 0:
+                used[row[position // SIZE], position % SIZE] = True
+    return used
+
+
+@needs_triton
+@pytest.mark.parametrize("window", [None, 3])
+def test_what_no_query_sees_never_leaks(interpreter, window):
+    used = used_slots(window)[:, :, None, None]
+
+    @jax.jit
+    def run(query, keys, values):
+        return ragged_page_attention_v3(
+            query,
+            keys,
+            values,
+            CU_Q,
+            CU_K,
+            TABLE,
+            sliding_window=window,
+            return_lse=True,
+            platform="triton",
+        )
+
+    clean = run(QUERY, KEYS, VALUES)
+    dirty = run(
+        QUERY.at[CU_Q[-1] :].set(jnp.nan), *(jnp.where(used, x, jnp.nan) for x in (KEYS, VALUES))
+    )
+    for a, b in zip(clean, dirty, strict=True):
+        assert not np.isnan(b).any()
+        np.testing.assert_array_equal(a, b)
+    assert not dirty[0][CU_Q[-1] :].any()
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_eight_bits_are_read_exactly(interpreter, dtype):
+    """Every number that the dtype has but NaN, infinities and what float16 rounds in sums."""
+    scale = jnp.array([0.5, 2.0])
+    pages = [(x * 4).astype(dtype) for x in (KEYS, VALUES)]
+
+    def run(platform):
+        call = lambda *given: ragged_page_attention_v3(
+            *given, CU_Q, CU_K, TABLE, k_scale=scale, v_scale=scale[0], platform=platform
+        )
+        return jax.jit(call)(QUERY, *pages)
+
+    np.testing.assert_allclose(run("triton"), run("xla"), rtol=1e-5, atol=1e-5)
+
+
+@needs_triton
+@pytest.mark.slow
+def test_the_cache_is_written_to_the_bit(interpreter):
+    new = draw(3, TOKENS, KV_HEADS, DIM), draw(4, TOKENS, KV_HEADS, DIM)
+
+    def run(platform):
+        call = lambda *given: ragged_page_attention_v3_update(
+            *given, CU_Q, CU_K, TABLE, platform=platform
+        )
+        return jax.jit(call)(QUERY, *new, KEYS, VALUES)
+
+    ours, known = run("triton"), run("xla")
+    np.testing.assert_allclose(ours[0], known[0], rtol=1e-5, atol=1e-5)
+    for a, b in zip(ours[1:], known[1:], strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def structure(sequences, tokens, width, page_size=16, heads=8, kv_heads=2, dim=64, **fields):
+    """The shapes of a call."""
+    shape = lambda *sizes, dtype=jnp.int32: jax.ShapeDtypeStruct(sizes, dtype)
+    pages = shape(100, page_size, kv_heads, dim, dtype=fields.pop("cache", jnp.bfloat16))
+    return Inputs(
+        shape(1, tokens, heads, dim, dtype=fields.pop("query", jnp.bfloat16)),
+        pages,
+        pages,
+        shape(1, sequences),
+        shape(1, sequences),
+        shape(1, sequences),
+        shape(1, sequences, width),
+    )._replace(**fields)
+
+
+def walk(mode, items, ends, program):
+    """The (sequence, block, key head, tiles) of one program, by the formulas of the kernel."""
+    total = int(ends[-1])
+    share = -(-total // mode.programs)
+    at, end = program * share, min((program + 1) * share, total)
+    found = []
+    while at < end:
+        item = int((ends <= at).sum())
+        before = int(ends[item - 1]) if item else 0
+        taken = min(int(ends[item]), end) - at
+        found.append((*map(int, items[:, item]), range(at - before, at - before + taken)))
+        at += taken
+    return found
+
+
+@functools.cache
+def line(window, wide):
+    """What programs know of four sequences, as a function of their lengths, and the mode."""
+    spec = Spec(softmax_scale=1.0, sliding_window=window)
+    shape = Shape(32 if wide else 0, 32, 4, 2, 7)
+
+    def operands(query_lens, kv_lens):
+        inputs = structure(4, 256, 16)._replace(
+            query_starts=(jnp.cumsum(query_lens) - query_lens)[None],
+            query_lens=query_lens[None],
+            kv_lens=kv_lens[None],
+            page_indices=jnp.zeros((1, 4, 16), jnp.int32),
+        )
+        mode, operands = plan(inputs, spec, shape, H200)
+        modes.append(mode)
+        return operands.items, operands.ends
+
+    modes = []
+    numbers = jax.ShapeDtypeStruct((4,), jnp.int32)
+    compiled = jax.jit(operands).lower(numbers, numbers).compile()
+    return compiled, modes[0]
+
+
+lengths = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 150)), min_size=4, max_size=4)
+
+
+@hypothesis.settings(deadline=None, max_examples=40)
+@given(lengths, st.sampled_from([None, 7, 64]), st.booleans())
+def test_every_tile_has_one_program_and_the_shares_are_equal(drawn, window, wide):
+    queries, others = np.array(drawn, np.int32).T
+    lens = queries + others
+    compiled, mode = line(window, wide)
+    items, ends = map(np.asarray, compiled(queries, lens))
+    visited = [walk(mode, items, ends, program) for program in range(mode.programs)]
+    sizes = [sum(len(tiles) for *_, tiles in items) for items in visited]
+    total = int(ends[-1])
+    share = -(-total // mode.programs)
+    full = total // share
+    assert sizes == [*[share] * full, *[total - full * share, *[0] * 7][: mode.programs - full]]
+    tiles = [(s, b, h, tile) for items in visited for s, b, h, some in items for tile in some]
+    known = set(tiles)
+    assert len(known) == len(tiles)
+    for sequence, (q, length) in enumerate(zip(queries, lens, strict=True)):
+        few = not wide or q <= mode.narrow_tokens
+        per_block = mode.narrow_tokens if few else mode.wide_tokens
+        for token in range(q):
+            first = length - q + token // per_block * per_block
+            begin = max(first - window + 1, 0) // 32 if window else 0
+            own = length - q + token
+            oldest = max(own - window + 1, 0) if window else 0
+            for tile in range(oldest // 32 - begin, own // 32 + 1 - begin):
+                for head in range(2):
+                    assert (sequence, token // per_block, head, tile) in known
+
+
+def test_temporary_memory_follows_the_grid_and_not_the_table():
+    spec = Spec(softmax_scale=1.0)
+
+    def temporary(width):
+        inputs = structure(64, 64, width)
+        params = triton_gpu.IMPLEMENTATION.forward.heuristic(inputs, spec, H200)
+        with triton_bridge.collected() as calls:
+            jax.eval_shape(lambda inputs: triton_gpu.forward(inputs, spec, params), inputs)
+        attend, combine = calls
+        assert len(combine.outputs) == 2
+        return [x.shape for x in attend.outputs[2:]]
+
+    assert temporary(16) == temporary(100_000)
+
+
+def test_a_guess_becomes_a_configuration_and_comes_back():
+    spec = Spec(softmax_scale=1.0)
+    for tokens in (64, 4096):
+        for page_size in (16, 64, 256):
+            for dim in (64, 128, 256):
+                inputs = structure(64, tokens, 512, page_size, dim=dim)
+                for params in triton_gpu.IMPLEMENTATION.forward.choices(inputs, spec, H200):
+                    shape = shape_of(inputs, spec, params, H200)
+                    assert shape.block_k <= 128
+                    assert bool(shape.rows) == (tokens > 64)
+                    assert shape.programs % 132 == 0
+
+
+def refusal(device=H200, **changes):
+    return triton_gpu.why_not(structure(4, 8, 4, **changes), Spec(softmax_scale=1.0), device)
+
+
+def test_it_says_what_it_cannot_do():
+    old = H200._replace(compute_capability=(7, 5))
+    assert refusal(query=jnp.float64) == "takes bfloat16, float16, float32 and no float64"
+    assert refusal(dim=300) == "takes head dims up to 256 and this one is 300"
+    assert "up to 128 query heads for a key head" in str(refusal(heads=512, kv_heads=2))
+    if importlib.util.find_spec("jax_triton") is None:
+        assert "is not installed" in str(refusal())
+    else:
+        assert refusal() is None
+        assert refusal(cache=jnp.float8_e4m3fn) is None
+        assert "8.0 or higher and the device has 7.5" in str(refusal(old))
+
+
+def test_on_a_cpu_it_is_refused_in_words():
+    if jax.default_backend() == "gpu":
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(UnsupportedError, match="platform='triton' cannot serve this call"):
+        ragged_page_attention_v3(QUERY, KEYS, VALUES, CU_Q, CU_K, TABLE, platform="triton")
+
+
+def run_script(name, *arguments):
+    root = Path(__file__).parents[2]
+    paths = [str(root), *sys.path]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(paths)}
+    for variable in ("TRITON_INTERPRET", "EJKERNEL_INTERPRET"):
+        environment.pop(variable, None)
+    script = Path(__file__).with_name(name)
+    done = subprocess.run(
+        [sys.executable, script, *arguments], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+
+
+def assert_fits(capability, *calls):
+    """What the compiler says of every kernel of every candidate of these calls."""
+    kernels = [json.loads(line) for line in run_script("paged_compile.py", str(capability), *calls)]
+    assert {kernel["kernel"] for kernel in kernels} == {"attend", "combine"}
+    for kernel in kernels:
+        assert kernel["local"] == 0, kernel
+        assert kernel["shared"] <= SHARED[capability], kernel
+        assert kernel["tensor"] <= 512, kernel
+    return kernels
+
+
+@needs_triton
+@pytest.mark.slow
+def test_it_compiles_for_hopper_without_local_memory():
+    kernels = assert_fits(90, "decode_128_64_bfloat16_plain", "mixed_128_64_bfloat16_plain")
+    assert all(k["wgmma"] for k in kernels if k["kernel"] == "attend" and k["rows"] > 16)
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", ["bfloat16", "e4m3", "e5m2", "int8", "float32"])
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("what", ["decode", "mixed"])
+@pytest.mark.parametrize("capability", SHARED)
+def test_no_candidate_uses_local_memory(capability, what, dim, cache):
+    """Pages smaller than a tile, as large, and larger; all that the tuner may choose."""
+    calls = [f"{what}_{dim}_{size}_{cache}_{kind}" for size in (16, 64, 256) for kind in KINDS]
+    assert_fits(capability, *calls)
+
+
+KINDS = ("plain", "all", "combined")
+
+
+@needs_triton
+@pytest.mark.slow
+def test_it_lowers_for_a_gpu_that_is_not_here():
+    """Two kernels for each operation, and a donated cache that is written where it lies."""
+    for package in ("jax_triton", "jax_cuda13_plugin"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    assert run_script("paged_lower.py") == ["2 0", "2 0", "2 0", "2 2"]
