@@ -238,8 +238,8 @@ def barriers(count: int, arrivals: int = 1) -> Any:
 def each_unit(order: Any, program: Callable[..., Any], known: Any = None) -> None:
     """`step = program(lap, step, unit, known)` for this block of threads' units of work.
 
-    `order` [laps, blocks of threads] says which they are, -1 for none; `known`, of that shape, holds a
-    number about each. They are read a lap ahead, so that no unit begins with waiting.
+    `order` [laps, blocks of threads] says which they are, -1 for none; `known`, of the same shape,
+    holds a number about each. They are read a lap ahead, so that no unit begins with waiting.
     """
     laps, _ = order.shape
     block = lax.axis_index("block")
