@@ -4,6 +4,7 @@
     PYTHONPATH=.venv/tpu .venv/bin/python benchmarks/schedule.py --json FOLDER    and keep
     ... --generations v5e v6e --only grouped
 
+With `--json` the rows replace those of the same name in the file, if there is one.
 libtpu compiles for chips that are not there and writes down what it made. Numbers are for a tile of
 512 x 512 (grouped matmul: x 512) and one whole step of the grid; `tpu_bundles.py` says how they are
 counted. No step counts for less than its matrix unit needs. `make test-tpu` installs libtpu.
@@ -173,45 +174,51 @@ def figures(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+def keep(path: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Write the rows to a file, with those that it has of others; all figures that they give."""
+    from ejkernel.cli.bench import commit
+
+    which = lambda row: tuple(row[x] for x in ("workload", "part", "kernel", "generation"))
+    known = json.loads(path.read_text())["schedules"] if path.exists() else []
+    merged = list({which(row): row for row in (*known, *rows)}.values())
+    judged = figures(merged)
+    result = {
+        "device": "TPUs that are not here, by the schedules of their compiler",
+        "versions": {x: importlib.metadata.version(x) for x in ("ejkernel", "jax", "libtpu")},
+        "commit": commit(),
+        "figures": judged,
+        "schedules": merged,
+    }
+    path.write_text(json.dumps(result, indent=2) + "\n")
+    return judged
+
+
 def main() -> None:
     from tpu_subjects import SUBJECTS
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--compile", nargs=2, metavar=("SUBJECT", "GENERATION"))
     parser.add_argument("--generations", nargs="+", default=["v5e", "v6e"])
-    parser.add_argument("--only", default="", help="part of the names to compile")
+    parser.add_argument("--only", nargs="+", default=[""], help="parts of the names to compile")
     parser.add_argument("--json", type=Path, help="folder for tpu_schedule.json")
     options = parser.parse_args()
     if options.compile:
         compile_here(*options.compile)
         return
-    rows = []
-    heads: list[str] = []
+    rows: list[dict[str, Any]] = []
     for generation in options.generations:
-        for subject in SUBJECTS:
-            if options.only in subject:
-                for row in measured(subject, generation):
-                    if not rows:
-                        heads = list(row)
-                        print(" | ".join(heads))
-                    rows.append(row)
-                    print(" | ".join(str(row[column]) for column in heads), flush=True)
-    judged = figures(rows)
+        for subject in (x for x in SUBJECTS if any(part in x for part in options.only)):
+            for row in measured(subject, generation):
+                if not rows:
+                    print(" | ".join(row))
+                rows.append(row)
+                print(" | ".join(map(str, row.values())), flush=True)
+                if options.json:
+                    keep(options.json / "tpu_schedule.json", [row])
+    judged = keep(options.json / "tpu_schedule.json", []) if options.json else figures(rows)
     for figure in judged:
         verdict = "holds" if figure["holds"] else "MISSED"
         print(f"{figure['what']}: {figure['value']} (at most {figure['bound']}) {verdict}")
-    if options.json:
-        from ejkernel.cli.bench import commit
-
-        result = {
-            "device": "TPUs that are not here, by the schedules of their compiler",
-            "versions": {x: importlib.metadata.version(x) for x in ("ejkernel", "jax", "libtpu")},
-            "commit": commit(),
-            "figures": judged,
-            "schedules": rows,
-        }
-        path = options.json / "tpu_schedule.json"
-        path.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import pytest
 from conformance.cases import all_cases
 
 from ejkernel.cli.oracle import with_gradients
-from ejkernel.modules import flash_attention
+from ejkernel.modules import flash_attention, grouped_matmul
 from ejkernel.ops import executor
 from ejkernel.ops.executor import Request
 from tpu.ahead_of_time import GENERATIONS, compiled, device, kernels_in, needs_libtpu
@@ -63,3 +63,22 @@ def test_default_tiles_of_real_models_fit(generation, heads, kv_heads, head_dim,
     loss = lambda x: run(x).astype(jnp.float32).sum()
     assert kernels_in(compiled(generation, run, arrays)) == 1
     assert kernels_in(compiled(generation, jax.grad(loss), arrays)) >= 2
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+@pytest.mark.parametrize(
+    ("rows", "k", "n", "groups"),
+    [
+        (8192, 4096, 14336, 8),
+        pytest.param(8192, 14336, 4096, 8, marks=pytest.mark.slow),
+        pytest.param(32768, 7168, 2048, 256, marks=pytest.mark.slow),
+        pytest.param(1024, 2048, 7168, 256, marks=pytest.mark.slow),
+    ],
+)
+def test_default_blocks_of_real_mixtures_fit(generation, rows, k, n, groups):
+    shape = lambda *x, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(x, dtype)
+    arrays = (shape(rows, k), shape(groups, k, n), shape(groups, dtype=jnp.int32))
+    run = lambda x: grouped_matmul(x[0], x[1], group_sizes=x[2])
+    gradients = lambda x: jax.grad(lambda y: run((*y, x[2])).astype(jnp.float32).sum())(x[:2])
+    assert kernels_in(compiled(generation, run, arrays)) == 1
+    assert kernels_in(compiled(generation, gradients, arrays)) >= 2

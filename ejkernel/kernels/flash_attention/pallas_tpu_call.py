@@ -31,6 +31,8 @@ Settle = Callable[[Any], Any]  # from the results of a kernel to what is used of
 
 LOG2_E = math.log2(math.e)
 LANES = 128
+# Beside the state of a tile, two bits, a list says where results, and rows of them, begin and end.
+_FIRST, _LAST, _FIRST_OF_ROW, _LAST_OF_ROW, _FLAGS = 4, 8, 16, 32, 6
 
 
 class TileSize(NamedTuple):
@@ -122,7 +124,7 @@ class Call:
                 row_of_list, heads = _split(owner, self.tiles.heads)
         if self.tiles.batch > 1:
             row = row_of_list
-        other = jax.lax.shift_right_logical(packed[step], 2)
+        other = jax.lax.shift_right_logical(packed[step], _FLAGS)
         return Tile(row, heads, *((other, mine) if self.by_keys else (mine, other)))
 
     def spec_of(self, block: tuple, index: Any) -> pl.BlockSpec:
@@ -212,7 +214,7 @@ class Call:
         counters = [] if self.inputs.dropout is None else list(self.inputs.dropout)
         return [
             self._results(),
-            self.tiles.packed,
+            self._packed(),
             *numbers,
             *(x.reshape(-1).astype(jnp.int32) for x in counters),
         ]
@@ -233,23 +235,33 @@ class Call:
         owner = head + (row << _bits(self.tiles.heads))
         return mine + (owner << _bits(self.tiles.blocks))
 
+    def _packed(self) -> jax.Array:
+        """The blocks and states of the list, and where results and rows of them begin and end."""
+        result, count = self.tiles.result, self.tiles.count
+        rows = result // self.tiles.blocks
+        state, other = self.tiles.packed & 3, self.tiles.packed >> 2
+        is_last = jnp.arange(result.shape[0]) == count - 1
+        for one, first, last in ((result, _FIRST, _LAST), (rows, _FIRST_OF_ROW, _LAST_OF_ROW)):
+            changes = one[1:] != one[:-1]
+            begins = jnp.pad(changes, (1, 0), constant_values=True)
+            ends = jnp.pad(changes, (0, 1)) | is_last
+            state += jnp.where(begins, first, 0) + jnp.where(ends, last, 0)
+        return (other << _FLAGS) + state
+
     # Inside a kernel
 
     def here(self, refs: "Refs") -> "Here":
         """The step that is running."""
         result, packed = refs.result, refs.packed
-        step, steps = pl.program_id(2), pl.num_programs(2)
-        mine = result[step]
-        behind = result[jnp.maximum(step - 1, 0)]
-        ahead = result[jnp.minimum(step + 1, result.shape[0] - 1)]
-        row = lambda result: 0 if self.one_list else _split(result, self.tiles.blocks)[0]
+        step = pl.program_id(2)
+        flag = lambda which: packed[step] & which != 0
         return Here(
             tile=self.tile(pl.program_id(0), pl.program_id(1), step, result, packed),
             state=packed[step] & 3,
-            first=(step == 0) | (behind != mine),
-            last=(step == steps - 1) | (ahead != mine),
-            first_of_row=(step == 0) | (row(behind) != row(mine)),
-            last_of_row=(step == steps - 1) | (row(ahead) != row(mine)),
+            first=flag(_FIRST),
+            last=flag(_LAST),
+            first_of_row=flag(_FIRST_OF_ROW),
+            last_of_row=flag(_LAST_OF_ROW),
         )
 
     def indices(self, tile: Tile) -> tuple[jax.Array, jax.Array]:
