@@ -10,7 +10,7 @@ token to the first come turned round.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -115,8 +115,7 @@ class Call:
 
     def of_decays(self) -> Operand:
         """Those of the rows."""
-        assert self.decays is not None
-        x = jnp.swapaxes(self.decays, 1, 2)
+        x = jnp.swapaxes(cast(jax.Array, self.decays), 1, 2)
         x = jnp.flip(x, 2) if self.spec.reverse else x
         if not self.uniform:
             return Operand(x, self.spec_of_tokens(x.shape))
