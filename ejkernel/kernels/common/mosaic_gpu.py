@@ -304,8 +304,9 @@ class Hardware:
 
 def _multiplied_where(x: Any, repeated: Any, factors: Any) -> Any:
     """`x * repeated` in threads that have a factor other than 1, as they lie in registers."""
-    from jax._src.lib.mlir import ir
-    from jax._src.lib.mlir.dialects import arith, scf, vector
+    ir: Any = importlib.import_module("jax._src.lib.mlir").ir
+    dialects: Any = importlib.import_module("jax._src.lib.mlir.dialects")
+    arith, scf, vector = dialects.arith, dialects.scf, dialects.vector
 
     def numbers(register: Any) -> list[Any]:
         if not isinstance(register.type, ir.VectorType):

@@ -71,6 +71,6 @@ def _pass(of_hop: Pass, run: Any) -> Pass:
 
 
 IMPLEMENTATION = Implementation(
-    forward=_pass(_FLASH.forward, functools.partial(ring.forward, _attend)),
+    forward=_pass(cast(Pass, _FLASH.forward), functools.partial(ring.forward, _attend)),
     backward=_pass(cast(Pass, _FLASH.backward), functools.partial(ring.backward, _differentiate)),
 )
