@@ -287,7 +287,9 @@ def summary(cases: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-def work(chosen: argparse.Namespace, names: list[str], lock: Any, path: str | None) -> dict:
+def work(
+    chosen: argparse.Namespace, names: list[str], lock: Any, keep: Callable[[dict], None]
+) -> dict[str, Any]:
     """Cases one after the other, written down as they come."""
     known = {case.name: case for case in CASES}
     results: dict[str, Any] = {}
@@ -302,28 +304,39 @@ def work(chosen: argparse.Namespace, names: list[str], lock: Any, path: str | No
             best = results.get(name, {}).get("ms", float("inf"))
             if name not in results or result.get("ms", float("inf")) < best:
                 results[name] = result
-        if path:
-            Path(path).write_text(json.dumps(results))
+            keep(results)
     return results
 
 
-def shared(chosen: argparse.Namespace, names: list[str]) -> dict[str, Any]:
+def shared(
+    chosen: argparse.Namespace, names: list[str], keep: Callable[[dict], None]
+) -> dict[str, Any]:
     """The same by several processes: all compile, one at a time is on the device."""
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         workers = []
         for i in range(chosen.workers):
             if some := names[i :: chosen.workers]:
-                part = f"{folder}/{i}.json"
-                command = [sys.executable, __file__, "--cases", ",".join(some), "--part", part]
+                command = [sys.executable, "-u", __file__, "--cases", ",".join(some)]
+                command += ["--part", f"{folder}/{i}.json"]
                 command += ["--platform", chosen.platform, "--candidates", chosen.candidates]
                 environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-                workers.append((subprocess.Popen(command, env=environment), part))
-        for process, part in workers:
-            process.wait()
-            if Path(part).exists():
-                results |= json.loads(Path(part).read_text())
-    return results
+                workers.append(subprocess.Popen(command, env=environment))
+        while True:
+            done = all(worker.poll() is not None for worker in workers)
+            for part in Path(folder).glob("*.json"):
+                results |= json.loads(part.read_text())
+            keep(results)
+            if done:
+                return results
+            time.sleep(0.5)
+
+
+def write(path: Path, content: Any) -> None:
+    """All of it or nothing: others may read at any time."""
+    written = path.with_suffix(".new")
+    written.write_text(json.dumps(content, indent=2))
+    written.replace(path)
 
 
 def main() -> None:
@@ -337,23 +350,26 @@ def main() -> None:
     chosen = parser.parse_args()
     names = chosen.cases.split(",")
     if chosen.part:
-        work(chosen, names, FileLock(f"{Path(chosen.part).parent}/lock"), chosen.part)
+        part = Path(chosen.part)
+        work(chosen, names, FileLock(part.parent / "lock"), lambda x: write(part, x))
         return
     versions = {
         name: importlib.metadata.version(name)
         for name in ("jax", "jaxlib", "triton", "jax-triton")
         if importlib.util.find_spec(name.replace("-", "_")) is not None
     }
+
+    def keep(results: dict[str, Any]) -> None:
+        if chosen.json:
+            report = {"versions": versions, "cases": results, "summary": summary(results)}
+            write(Path(chosen.json), report)
+
     if chosen.workers > 1:
-        results = shared(chosen, names)
+        results = shared(chosen, names, keep)
     else:
-        results = work(chosen, names, contextlib.nullcontext(), None)
-    report = {"versions": versions, "cases": results, "summary": summary(results)}
-    for name, value in report["summary"].items():
+        results = work(chosen, names, contextlib.nullcontext(), keep)
+    for name, value in summary(results).items():
         print(f"{name}: {value:.3f}")
-    if chosen.json:
-        report["device"] = jax.devices()[0].device_kind
-        Path(chosen.json).write_text(json.dumps(report, indent=2))
 
 
 if __name__ == "__main__":
