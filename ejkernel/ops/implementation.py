@@ -21,6 +21,10 @@ def _no_parameters(inputs: Any, spec: Any, device: Device) -> Any:
     return None
 
 
+def _behind_none(inputs: Any, spec: Any, device: Device) -> frozenset[Platform]:
+    return frozenset()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pass:
     """One direction of an op on one platform.
@@ -35,6 +39,8 @@ class Pass:
     why_not: Callable[[Any, Any, Device], str | None] = _no_objection
     heuristic: Callable[[Any, Any, Device], Any] = _no_parameters
     candidates: Callable[[Any, Any, Device], Sequence[Any]] | None = None
+    # Platforms that go before this one, whatever the order of the sources, if they can serve.
+    behind: Callable[[Any, Any, Device], frozenset[Platform]] = _behind_none
 
     def refusal(self, inputs: Any, spec: Any, device: Device) -> str | None:
         """The reason this pass cannot take the call, or None."""
@@ -150,7 +156,7 @@ class Op:
                 reasons[label] = reason
             else:
                 able.append((source, chosen))
-        return able, reasons
+        return _in_order(able, inputs, spec, device), reasons
 
     def refuse(
         self,
@@ -192,3 +198,16 @@ def features_used(inputs: Any, spec: Any) -> frozenset[str]:
             if field.default is not dataclasses.MISSING and given != field.default:
                 used.add(field.name)
     return frozenset(used)
+
+
+def _in_order(
+    able: list[tuple[Source, Pass]], inputs: Any, spec: Any, device: Device
+) -> list[tuple[Source, Pass]]:
+    """In the order of the sources, but for passes that stand back behind others."""
+    ordered = list(able)
+    for one in able:
+        before = one[1].behind(inputs, spec, device)
+        last = max((i for i, (x, _) in enumerate(ordered) if x.platform in before), default=-1)
+        if (at := ordered.index(one)) < last:
+            ordered.insert(last, ordered.pop(at))
+    return ordered

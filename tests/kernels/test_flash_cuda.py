@@ -12,10 +12,11 @@ import pytest
 from conformance.cases import Case
 from conformance.oracle import assert_as_good_as_rounding
 from kernels import cudnn_stand_in
+from kernels import flash_gpu_programs as programs
 
 from ejkernel.cli.oracle import Truth, with_dtype, with_gradients
 from ejkernel.errors import UnsupportedError
-from ejkernel.kernels.common import cudnn
+from ejkernel.kernels.common import cudnn, mosaic_gpu
 from ejkernel.kernels.flash_attention import OP, cuda, reference, xla
 from ejkernel.kernels.flash_attention.inputs import Inputs, Spec
 from ejkernel.kernels.flash_attention.workloads import WORKLOADS
@@ -358,3 +359,21 @@ def test_vmap_joins_the_batch_on_a_gpu():
         alone = run(jax.tree.map(lambda x, i=i: x[i], stacked))
         for a, b in zip(jax.tree.leaves(together), jax.tree.leaves(alone), strict=True):
             np.testing.assert_array_equal(a[i], b)
+
+
+def test_the_backward_of_wide_heads_is_left_to_cudnn(monkeypatch):
+    """Forward by Pallas, backward by whoever is faster; without cuDNN, by Pallas again."""
+    inputs, spec = programs.call(head_dim=128, mask=Band(None, 0))
+    narrow, _ = programs.call(head_dim=64, mask=Band(None, 0))
+    monkeypatch.setattr(mosaic_gpu, "why_missing", lambda interpreted=False: None)
+    monkeypatch.setattr(cudnn, "why_missing", lambda device: None)
+
+    def platforms(direction, inputs):
+        able, _ = OP.serving(direction, inputs, spec, programs.H200, None)
+        return [source.platform.value for source, _ in able][:2]
+
+    assert platforms("forward", inputs) == ["pallas", "cuda"]
+    assert platforms("backward", inputs) == ["cuda", "pallas"]
+    assert platforms("backward", narrow) == ["pallas", "cuda"]
+    monkeypatch.setattr(cudnn, "why_missing", lambda device: "is missing")
+    assert platforms("backward", inputs)[0] == "pallas"

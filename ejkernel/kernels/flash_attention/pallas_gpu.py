@@ -14,7 +14,7 @@ from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
 from ejkernel.kernels.flash_attention.pallas_gpu_forward import ROWS, Tiles
 from ejkernel.ops.config import BwdParams, FwdParams
 from ejkernel.ops.implementation import Implementation, Pass
-from ejkernel.ops.platform import Device, device_of
+from ejkernel.ops.platform import Device, Platform, device_of
 from ejkernel.types.rules import Everything
 
 
@@ -213,6 +213,12 @@ def _backward_params(inputs: Inputs, spec: Spec, params: BwdParams) -> BwdParams
     )
 
 
+def behind_backward(inputs: Inputs, spec: Spec, device: Device) -> frozenset[Platform]:
+    """CuDNN computes five products for a tile where these two kernels compute seven."""
+    wide = sum(_dims(inputs)) > 128  # narrower ones are bound by the exponentials
+    return frozenset({Platform.CUDA}) if wide else frozenset()
+
+
 def _interpreted(inputs: Inputs) -> bool:
     return settings.interpret() and device_of(jax.tree.leaves(inputs)).platform != "gpu"
 
@@ -249,5 +255,6 @@ IMPLEMENTATION = Implementation(
         why_not=why_not_backward,
         heuristic=heuristic_backward,
         candidates=candidates_backward,
+        behind=behind_backward,
     ),
 )
