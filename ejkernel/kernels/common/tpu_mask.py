@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ejkernel.types.rule_arrays import bounded
 from ejkernel.types.rules import (
     And,
     Band,
@@ -146,10 +147,11 @@ def _allowed(rule: Any, values: Iterator, q: jax.Array, k: jax.Array) -> Any:
 
 
 def _band(rule: Band, q: Any, k: Any, low: Any, high: Any, q_positions: Any) -> Any:
-    ahead = k - (q if q_positions is None else q_positions)
-    if low is None or high is None:
-        return ahead >= low if high is None else ahead <= high
-    return (ahead >= low) & (ahead <= high)
+    # A row or column costs nothing to add to, a tile does.
+    position = q if q_positions is None else q_positions
+    bounds = [] if low is None else [k >= position + bounded(low)]
+    bounds += [] if high is None else [k <= position + bounded(high)]
+    return functools.reduce(operator.and_, bounds)
 
 
 def _segments(rule: Segments, q: Any, k: Any, q_ids: Any, kv_ids: Any) -> Any:
