@@ -51,6 +51,19 @@ CALLS = (
     Workload("per_head", attention(q_len=140) | {"attention_mask": boolean(1, 4, 140, 400)}),
     Workload("bias", attention(q_len=140, kv_len=200) | {"bias": normal(1, 4, 140, 200)}),
     Workload(
+        "bias_of_all_rows",
+        attention(batch=2, q_len=140, kv_len=200) | {"bias": normal(1, 4, 140, 200)},
+    ),
+    Workload(
+        "bias_of_all_heads",
+        attention(batch=2, q_len=300, kv_len=200)
+        | {"bias": normal(2, 1, 300, 200), "causal": True, "logits_soft_cap": 3.0},
+    ),
+    Workload("bias_of_all", attention(q_len=140, kv_len=200) | {"bias": normal(1, 1, 140, 200)}),
+    Workload("bias_of_keys", attention(batch=2) | {"bias": normal(2, 1, 1, 400), "causal": True}),
+    Workload("bias_of_queries", attention(batch=2) | {"bias": normal(1, 4, 300, 1)}),
+    Workload("bias_of_heads", attention() | {"bias": normal(1, 4, 1, 1), "logits_soft_cap": 3.0}),
+    Workload(
         "sinks_and_cap",
         attention(q_len=400)
         | {"causal": True, "softmax_aux": normal(4, 2), "logits_soft_cap": 5.0},

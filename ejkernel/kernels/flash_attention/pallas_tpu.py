@@ -164,15 +164,18 @@ def _backward_bytes(inputs: Inputs, size: TileSize) -> int:
     d_out = 2 * vmem_bytes((size.heads, size.queries, columns), inputs.query.dtype)
     results = 3 * vmem_bytes((size.keys, width), jnp.float32)
     results += 3 * vmem_bytes((size.keys, columns), jnp.float32)
+    if inputs.bias is not None:
+        results += 2 * vmem_bytes((size.heads, size.keys, size.queries), jnp.float32)
     tiles = 6 * min(size.heads, 4) * vmem_bytes((size.keys, size.queries), jnp.float32)
     return _operand_bytes(inputs, size) + d_out + results + tiles
 
 
 def _kept_bytes(inputs: Inputs, size: TileSize, part: int) -> int:
-    """The gradient of so many queries, and what their sinks take."""
+    """The gradient of so many queries, what their sinks take, and their bias may."""
     kept = vmem_bytes((size.heads, inputs.query.shape[3], part), jnp.float32)
-    if inputs.sinks is not None:
-        kept += vmem_bytes((size.heads, 1, part), jnp.float32)
+    for one in (inputs.sinks, inputs.bias):
+        if one is not None:
+            kept += vmem_bytes((size.heads, 1, part), jnp.float32)
     return kept
 
 
@@ -193,15 +196,6 @@ def _list_bytes(inputs: Inputs, queries: int, keys: int) -> int:
     rule = inputs.mask or Everything()
     rows = -(-inputs.query.shape[1] // queries) * (rule.batch_size or 1) * rule.heads
     return 8 * rows * -(-inputs.key.shape[1] // keys)
-
-
-def why_not_backward(inputs: Inputs, spec: Spec, device: Device) -> str | None:
-    """What the backward kernel does not compute."""
-    if inputs.bias is not None:
-        batch, q_len, heads, _ = inputs.query.shape
-        if inputs.bias.shape != (batch, heads, q_len, inputs.key.shape[1]):
-            return "gives the gradient of a bias only where it is not broadcast"
-    return why_not(inputs, spec, device)
 
 
 def _candidates_forward(inputs: Inputs, spec: Spec, device: Device) -> list[FwdParams]:
@@ -236,7 +230,7 @@ IMPLEMENTATION = Implementation(
     ),
     backward=Pass(
         run=backward,
-        why_not=why_not_backward,
+        why_not=why_not,
         heuristic=heuristic_backward,
         candidates=_candidates_backward,
     ),

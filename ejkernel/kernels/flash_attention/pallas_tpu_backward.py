@@ -6,6 +6,7 @@ Where it would not fit there, the queries are cut into parts that run one after 
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.common.sinks import per_sink, share_of_keys
+from ejkernel.kernels.flash_attention import pallas_tpu_bias
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
 from ejkernel.kernels.flash_attention.pallas_tpu_call import (
     LOG2_E,
@@ -53,7 +55,10 @@ def backward(
         [jnp.concatenate([x[which] for x in row], axis) for row in rows], heads_axis
     )[(slice(None),) * heads_axis + (order,)]
     total = lambda which: functools.reduce(jnp.add, [x[which] for row in rows for x in row])
-    d_sinks = None
+    d_bias = d_sinks = None
+    if inputs.bias is not None:
+        bias = [pallas_tpu_bias.of_queries([x[3] for x in row], inputs.bias) for row in rows]
+        d_bias = pallas_tpu_bias.of_heads(bias, order, inputs.bias)
     if inputs.sinks is not None:
         shares = [functools.reduce(jnp.add, [x[4] for x in row]) for row in rows]
         d_sinks = per_sink(jnp.concatenate(shares)[order], inputs.sinks)
@@ -61,7 +66,7 @@ def backward(
         query=assemble(0, 1, 2),
         key=total(1),
         value=total(2),
-        bias=None if inputs.bias is None else assemble(3, 2, 1),
+        bias=d_bias,
         sinks=d_sinks,
         mask=None,
     )
@@ -92,13 +97,20 @@ def _cut(
         inputs._replace(
             query=rows(pick(inputs.query, 2), 1),
             mask=rule if part >= q_len else rule.slice(start, end - start, 0, kv_len),
-            bias=None if inputs.bias is None else rows(pick(inputs.bias, 1), 2),
+            bias=_cut_bias(inputs.bias, pick, rows),
             sinks=sinks if sinks is None or sinks.shape[0] == 1 else pick(sinks, 0),
             dropout=counters and counters._replace(head_index=pick(counters.head_index, 0)),
         ),
         of_rows(residuals),
         of_rows(d_outputs),
     )
+
+
+def _cut_bias(bias: jax.Array | None, pick: Any, rows: Any) -> jax.Array | None:
+    if bias is None:
+        return None
+    bias = pick(bias, 1) if bias.shape[1] > 1 else bias
+    return rows(bias, 2) if bias.shape[2] > 1 else bias
 
 
 def _part(call: Call, residuals: Outputs, d_outputs: Outputs) -> tuple:
@@ -138,15 +150,12 @@ def _part(call: Call, residuals: Outputs, d_outputs: Outputs) -> tuple:
         Result((*keys, x), jnp.float32, call.spec_of((None, None, size.keys, x), of_key_block))
         for x in (width, columns)
     ]
-    if inputs.bias is not None:
-        tile = (None, size.heads, size.keys, size.queries)
-        spec_of_tile = call.spec_of(tile, lambda at: (at.batch, at.heads, at.keys, at.queries))
-        shape = (call.batch, call.q_heads, call.kv_len, call.q_len)
-        results.append(Result(shape, jnp.float32, spec_of_tile, zeroed=True))
+    d_bias = pallas_tpu_bias.BiasGradient(call)
+    results += d_bias.results
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     results += [Result((call.batch, call.q_heads, *x[1:]), jnp.float32, anywhere) for x in resident]
     d_key, d_value, *d_rest = call.run(
-        _kernel,
+        functools.partial(_kernel, d_bias),
         operands,
         results,
         [
@@ -154,12 +163,14 @@ def _part(call: Call, residuals: Outputs, d_outputs: Outputs) -> tuple:
             pltpu.VMEM((size.keys, columns), jnp.float32),
             pltpu.VMEM((width, size.keys), inputs.key.dtype),
             *(pltpu.VMEM(shape, jnp.float32) for shape in resident),
+            *d_bias.scratch,
         ],
+        in_turn=d_bias.shared,
     )
     if call.tiles.heads > 1:
         of_group = lambda x: x.reshape(call.batch, call.kv_heads, -1, *x.shape[2:]).sum(2)
         d_key, d_value = of_group(d_key), of_group(d_value)
-    d_bias = None if inputs.bias is None else jnp.swapaxes(d_rest.pop(0), 2, 3)
+    of_bias = d_bias.assembled(d_rest.pop(0)) if d_bias.results else None
     d_query = d_rest[0][..., : call.q_len].transpose(0, 3, 1, 2) * spec.softmax_scale
     d_share = None
     if share is not None:
@@ -170,26 +181,29 @@ def _part(call: Call, residuals: Outputs, d_outputs: Outputs) -> tuple:
         d_query,
         jnp.swapaxes(d_key, 1, 2) * spec.softmax_scale,
         jnp.swapaxes(d_value, 1, 2),
-        d_bias,
+        of_bias,
         d_share,
     )
 
 
-def _kernel(call: Call, refs: Refs) -> None:
+def _kernel(d_bias: pallas_tpu_bias.BiasGradient, call: Call, refs: Refs) -> None:
     query, d_out, key, value, lse, delta, *others = refs.inputs
     bias = others.pop(0) if call.inputs.bias is not None else None
     sinks = call.inputs.sinks is not None
     d_key, d_value, *rest = refs.outputs
-    d_bias = rest.pop(0) if bias is not None else None
+    here = call.here(refs)
+    if d_bias.results:
+        scratch = rest.pop() if d_bias.scratch else None
+        d_bias = d_bias.at(here, rest.pop(0), scratch)
     results, rest = rest[: 1 + sinks], rest[1 + sinks :]
     d_keys, d_values, key_t, *resident = rest
-    here = call.here(refs)
     rows = pl.ds(pl.multiple_of(here.tile.queries * call.size.queries, 128), call.size.queries)
 
     @pl.when(here.first_of_row)
     def _():
         for x in resident:
             x[...] = jnp.zeros_like(x)
+        d_bias.begin_row()
 
     @pl.when(here.first)
     def _():
@@ -197,12 +211,14 @@ def _kernel(call: Call, refs: Refs) -> None:
         d_values[...] = jnp.zeros_like(d_values)
         keys = _within(key[...], here.tile.keys, call.kv_len if call.ragged_keys else None)
         key_t[...] = keys.T
+        d_bias.begin()
 
     def visit(masked: bool) -> None:
         q_end = call.q_len if masked and call.ragged_queries else None
         k_end = call.kv_len if masked and call.ragged_keys else None
         keys, values = (_within(x[...], here.tile.keys, k_end) for x in (key, value))
         allowed = call.allowed(here.tile, refs) if masked else None
+        d_bias.load()
         for head in range(call.size.heads):
             queries, d_outs = (_within(x[head], here.tile.queries, q_end) for x in (query, d_out))
             products = product(keys, queries, transpose_right=True)
@@ -221,12 +237,13 @@ def _kernel(call: Call, refs: Refs) -> None:
                 resident[1][head, :, rows] += (weights * d_weights).sum(0, keepdims=True)
             d_logits = weights * (d_weights - delta[head])
             if slope is not None:
-                d_logits *= slope
-            if d_bias is not None:
-                d_bias[head] = d_logits
+                # A bias past the end may be no number, and so is then its slope.
+                d_logits *= slope if allowed is None else jnp.where(allowed, slope, 0.0)
+            d_bias.add(head, d_logits)
             d_logits = d_logits.astype(queries.dtype)
             d_keys[...] += product(d_logits, queries)
             resident[0][head, :, rows] += product(key_t[...], d_logits)
+        d_bias.store()
 
     if call.plain:
         visit(masked=False)
@@ -234,22 +251,20 @@ def _kernel(call: Call, refs: Refs) -> None:
         pl.when(here.state == FULL)(lambda: visit(masked=False))
         pl.when(here.state == PARTIAL)(lambda: visit(masked=True))
 
-    if d_bias is not None:
-
-        @pl.when(here.state == EMPTY)
-        def _():
-            d_bias[...] = jnp.zeros_like(d_bias)
+    pl.when(here.state == EMPTY)(d_bias.skip)
 
     @pl.when(here.last)
     def _():
         d_key[...] = d_keys[...]
         d_value[...] = d_values[...]
+        d_bias.end()
 
     @pl.when(here.last_of_row)
     def _():
         heads = pl.ds(here.tile.heads * call.size.heads, call.size.heads)
         for x, whole in zip(resident, results, strict=True):
             pltpu.sync_copy(x, whole.at[here.tile.batch, heads])
+        d_bias.end_row()
 
 
 def _within(x: jax.Array, block, end: int | None) -> jax.Array:

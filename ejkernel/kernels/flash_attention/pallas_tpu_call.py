@@ -317,8 +317,16 @@ class Call:
         ratio = jnp.tanh(logits * (1.0 / cap))
         return ratio * (cap * LOG2_E), 1.0 - ratio * ratio
 
-    def run(self, kernel: Any, operands: list[Operand], results: list[Result], scratch: list):
-        """Start `kernel(call, refs)`."""
+    def run(
+        self,
+        kernel: Any,
+        operands: list[Operand],
+        results: list[Result],
+        scratch: list,
+        *,
+        in_turn: bool = False,
+    ) -> Any:
+        """Start `kernel(call, refs)`; `in_turn`: no two of its steps at the same time."""
         scalars = self.scalars()
         zeroed = [i for i, x in enumerate(results) if x.zeroed]
         zeros = [jnp.zeros(results[i].shape, results[i].dtype) for i in zeroed]
@@ -344,7 +352,7 @@ class Call:
             out_shape=[result_shape(x.shape, x.dtype, *arrays) for x in results],
             input_output_aliases={first + i: result for i, result in enumerate(zeroed)},
             compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("parallel", "parallel", "arbitrary"),
+                dimension_semantics=(*("arbitrary" if in_turn else "parallel",) * 2, "arbitrary"),
                 vmem_limit_bytes=self.vmem,
                 disable_bounds_checks=True,  # the list names no block that is not there
             ),

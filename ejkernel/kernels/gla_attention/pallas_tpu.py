@@ -28,7 +28,8 @@ def forward(
 ) -> tuple[Outputs, Residuals]:
     """Output of every token, state after every sequence."""
     size = _size(inputs, params or heuristic_forward(inputs, spec, None))
-    return pallas_tpu_kernels.forward(inputs, spec, size, _limit(_bytes(inputs, size))), Residuals()
+    vmem = _limit(vmem_of_step(inputs, size))
+    return pallas_tpu_kernels.forward(inputs, spec, size, vmem), Residuals()
 
 
 def backward(
@@ -40,7 +41,7 @@ def backward(
 ) -> Inputs:
     """Gradients, shaped like the inputs; None where there is none."""
     size = _size(inputs, params or heuristic_backward(inputs, spec, None))
-    vmem = _limit(_bytes(inputs, size, backward=True))
+    vmem = _limit(vmem_of_step(inputs, size, backward=True))
     return pallas_tpu_kernels.backward(inputs, d_outputs, spec, size, vmem)
 
 
@@ -65,7 +66,7 @@ def _fitting(inputs: Inputs, device: Device | None, backward: bool) -> Size | No
     chunks = [c for c in (256, 128, 64, 32, 16) if c <= longest]
     for chunk, heads in itertools.product(chunks, (_HEADS, 2, 1)):
         size = _clipped(inputs, chunk, heads)
-        if _bytes(inputs, size, backward) <= _SHARE * core_of(device).vmem:
+        if vmem_of_step(inputs, size, backward) <= _SHARE * core_of(device).vmem:
             return size
     return None
 
@@ -95,7 +96,7 @@ def _limit(estimate: int) -> int:
     return max(16 * MEBIBYTE, int(estimate / _SHARE * 0.9))
 
 
-def _bytes(inputs: Inputs, size: Size, backward: bool = False) -> int:
+def vmem_of_step(inputs: Inputs, size: Size, backward: bool = False) -> int:
     """Blocks, each held twice, the state, and what the work on a head leaves lying about."""
     group = inputs.query.shape[2] // inputs.key.shape[2]
     width, columns, dtype = inputs.key.shape[3], inputs.value.shape[3], inputs.query.dtype
@@ -104,18 +105,20 @@ def _bytes(inputs: Inputs, size: Size, backward: bool = False) -> int:
     state = vmem_bytes((columns, width), float32)
 
     blocks = tokens(dtype, group + 1, width) + tokens(dtype, group + 1, columns) + 2 * state
-    work = 6 * tokens(float32, group, max(width, columns, chunk)) + 4 * state
-    tables = 0
+    arrays, work, tables = 12 if backward else 6, 4 * state, 0
     decayed: list[tuple[Any, int]] = [(inputs.gate, width), (inputs.gv, columns)]
     for decays, d in decayed:
         if decays is not None and decays.shape[-1] > 1:
-            rows = levels_of(chunk) + 2
+            levels = levels_of(chunk)
+            arrays += (4 if backward else 1) * levels
             blocks += tokens(float32, 1, d)
-            work += 3 * tokens(float32, rows, d)
-            tables = vmem_bytes((rows * chunk, chunk), jnp.bfloat16)
+            work += 3 * tokens(float32, levels + 2, d)
+            tables = vmem_bytes(((levels + 2) * chunk, chunk), jnp.bfloat16)
+            if backward:
+                tables += vmem_bytes((chunk, (levels + 2) * chunk), jnp.bfloat16)
     if backward:
-        blocks += blocks + state
-        work, tables = 2 * work, tables + vmem_bytes((chunk, tables // chunk), jnp.bfloat16)
+        blocks, work = 2 * blocks + state, 2 * work
+    work += arrays * tokens(float32, group, max(width, columns, chunk))
     return 2 * (size.heads * blocks + tables) + size.heads * state + min(size.heads, 2) * work
 
 
@@ -157,7 +160,7 @@ def _candidates(inputs: Inputs, spec: Spec, device: Device) -> list[GLAttentionC
     return [
         GLAttentionConfig(block_q=x.chunk, block_k=x.heads)
         for x in sizes
-        if _bytes(inputs, x, backward=True) <= budget
+        if vmem_of_step(inputs, x, backward=True) <= budget
     ]
 
 
