@@ -69,7 +69,8 @@ def all_cases(thorough: bool = True, distinct: bool = False) -> list[Any]:
 
     Where not `thorough`, what is no core workload is marked slow; interpreters are slow, so that
     of TPU kernels only the last two core workloads, the fullest, are not. Where `distinct`, so is
-    what the code of another op serves, whose workloads stand for it.
+    what the code of another op serves, whose workloads stand for it; of TPU kernels always, but for
+    those core workloads.
     """
     cases = []
     for name in OPS:
@@ -80,7 +81,8 @@ def all_cases(thorough: bool = True, distinct: bool = False) -> list[Any]:
             for workload in calls:
                 marks = [getattr(pytest.mark, hardware)] if hardware in ("gpu", "tpu") else []
                 borrowed = f".{name}." not in str(source.where)
-                core = thorough or workload.name in chosen(hardware, calls)
+                core = thorough and not (borrowed and hardware == "tpu")
+                core = core or workload.name in chosen(hardware, calls)
                 if not core or (distinct and borrowed):
                     marks.append(pytest.mark.slow)
                 case = Case(op, source, workload)

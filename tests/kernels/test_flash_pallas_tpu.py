@@ -59,10 +59,9 @@ CALLS = (
         attention(batch=2, q_len=300, kv_len=200)
         | {"bias": normal(2, 1, 300, 200), "causal": True, "logits_soft_cap": 3.0},
     ),
-    Workload("bias_of_all", attention(q_len=140, kv_len=200) | {"bias": normal(1, 1, 140, 200)}),
     Workload("bias_of_keys", attention(batch=2) | {"bias": normal(2, 1, 1, 400), "causal": True}),
     Workload("bias_of_queries", attention(batch=2) | {"bias": normal(1, 4, 300, 1)}),
-    Workload("bias_of_heads", attention() | {"bias": normal(1, 4, 1, 1), "logits_soft_cap": 3.0}),
+    Workload("bias_of_all", attention(q_len=140) | {"bias": normal(1, 1, 1, 1)}),
     Workload(
         "sinks_and_cap",
         attention(q_len=400)

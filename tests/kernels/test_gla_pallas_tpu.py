@@ -10,7 +10,7 @@ from ejkernel.kernels.common.tpu_memory import core_of
 from ejkernel.kernels.common.tpu_recurrence import added, split
 from ejkernel.kernels.gla_attention import pallas_tpu
 from ejkernel.kernels.gla_attention.inputs import Inputs, Spec
-from ejkernel.modules import GLAttentionConfig, recurrent_attention
+from ejkernel.modules import RecurrentAttentionConfig, recurrent_attention
 from ejkernel.ops.platform import Device
 
 pytestmark = pytest.mark.tpu
@@ -60,7 +60,7 @@ def test_chunks_of_any_size_give_the_same():
     arguments = call(gate, gv, group=1)
     (_, expected), exact = with_gradients("xla", arguments)
     for tokens in (16, 128):
-        cfg = GLAttentionConfig(block_q=tokens, block_k=1)
+        cfg = RecurrentAttentionConfig(block_q=tokens, block_k=1)
         (_, out), gradients = with_gradients("pallas", arguments, cfg)
         np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-5)
         for name, gradient in gradients.items():

@@ -106,7 +106,7 @@ def _cut(
     )
 
 
-def _cut_bias(bias: jax.Array | None, pick: Any, rows: Any) -> jax.Array | None:
+def _cut_bias(bias: Any, pick: Any, rows: Any) -> Any:
     if bias is None:
         return None
     bias = pick(bias, 1) if bias.shape[1] > 1 else bias

@@ -332,6 +332,7 @@ class Call:
         zeros = [jnp.zeros(results[i].shape, results[i].dtype) for i in zeroed]
         first, behind = len(scalars) + len(operands), len(operands) + len(zeroed)
         arrays = (*scalars, *(x.array for x in operands), *zeros)
+        outer = "arbitrary" if in_turn else "parallel"
 
         def body(result, packed, *refs):
             numbers, refs = refs[: len(scalars) - 2], refs[len(scalars) - 2 :]
@@ -352,7 +353,7 @@ class Call:
             out_shape=[result_shape(x.shape, x.dtype, *arrays) for x in results],
             input_output_aliases={first + i: result for i, result in enumerate(zeroed)},
             compiler_params=pltpu.CompilerParams(
-                dimension_semantics=(*("arbitrary" if in_turn else "parallel",) * 2, "arbitrary"),
+                dimension_semantics=(outer, outer, "arbitrary"),
                 vmem_limit_bytes=self.vmem,
                 disable_bounds_checks=True,  # the list names no block that is not there
             ),

@@ -11,8 +11,8 @@ class GLAttentionConfig(Config):
 
     Args:
         block_q: tokens of a chunk, a power of two.
-        block_k: key heads, counted over the batch, that XLA works on at once; rows of the state
-            that a GPU kernel does.
+        block_k: key heads, counted over the batch, that XLA works on at once; key heads of a step
+            of a TPU kernel; rows of the state that a GPU kernel works on.
         block_d: columns of the state that a GPU kernel works on at once.
         num_warps: warps of a GPU kernel.
         num_stages: pipeline stages of a GPU kernel.

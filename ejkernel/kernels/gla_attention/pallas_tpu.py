@@ -105,12 +105,12 @@ def vmem_of_step(inputs: Inputs, size: Size, backward: bool = False) -> int:
     state = vmem_bytes((columns, width), float32)
 
     blocks = tokens(dtype, group + 1, width) + tokens(dtype, group + 1, columns) + 2 * state
-    arrays, work, tables = 12 if backward else 6, 4 * state, 0
+    arrays, work, tables = 10 if backward else 6, 4 * state, 0
     decayed: list[tuple[Any, int]] = [(inputs.gate, width), (inputs.gv, columns)]
     for decays, d in decayed:
         if decays is not None and decays.shape[-1] > 1:
             levels = levels_of(chunk)
-            arrays += (4 if backward else 1) * levels
+            arrays += (3 if backward else 1) * levels
             blocks += tokens(float32, 1, d)
             work += 3 * tokens(float32, levels + 2, d)
             tables = vmem_bytes(((levels + 2) * chunk, chunk), jnp.bfloat16)
