@@ -14,6 +14,9 @@ OP = Op(
         Source(
             Platform.TRITON, Backend.GPU, "ejkernel.kernels.ragged_page_attention_v3.triton_gpu"
         ),
+        Source(
+            Platform.PALLAS, Backend.TPU, "ejkernel.kernels.ragged_page_attention_v3.pallas_tpu"
+        ),
         Source(Platform.XLA, Backend.ANY, "ejkernel.kernels.ragged_page_attention_v3.xla"),
     ],
     operands=(
