@@ -17,11 +17,10 @@ from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_items import PIECE, mo
 from ejkernel.ops.implementation import Implementation, Pass
 from ejkernel.ops.platform import Device, device_of
 
-_BLOCK = (
-    MEBIBYTE  # keys and values of a block: enough for the copies of a few to fill the memory's time
-)
+# Of keys and values in a block, packed: the copies of a few such blocks hide how long one takes.
+_BLOCK, _COLUMNS = 2 * MEBIBYTE, 4096
 _POSITIONS = 512  # of a block, where keys and values are put in order by head
-_ROWS = 256  # queries and heads on one key head, where there are many queries
+_ROWS = 512  # queries and heads on one key head, where there are many queries
 _FEW = 64  # rows that meet all heads' keys at once
 _DEPTH = 4  # blocks in VMEM
 _SHARE = 0.6  # of VMEM and SMEM; the compiler needs some for itself
@@ -64,28 +63,30 @@ def _fitting(
         packed=packed,
         cores=2 if kind.startswith(_PAIRED) and not kind.startswith(_ALONE) else 1,
         per_sequence=0,
-        per_block=1,
         window=spec.sliding_window,
     )
     budget = _SHARE * core_of(device).vmem
-    while _bytes(inputs, cache, plan) > budget and (plan.depth > 2 or plan.pages > 1):
-        if plan.depth > 2 and (pages is not None or plan.pages == 1):
-            plan = plan._replace(depth=plan.depth - 1)
-        elif pages is None and plan.pages > 1:
-            plan = plan._replace(pages=plan.pages // 2)
-        else:
-            break
-    while _bytes(inputs, cache, plan) > budget and plan.size > 2:
-        plan = plan._replace(size=plan.size // 2)
-    return plan._replace(per_block=max(1, plan.pages // PIECE))
+    rows = size * inputs.query.shape[2] // cache.heads
+    # What is given up first, and down to where: queries, pages, then more of both, then depth.
+    for name, least in (
+        ("size", size if packed else max(2, size * 128 // rows)),
+        ("pages", plan.pages if pages else min(plan.pages, max(1, 128 // cache.slots))),
+        ("size", size if packed else 2),
+        ("depth", 3),
+        ("pages", plan.pages if pages else 1),
+        ("depth", 2),
+    ):
+        while getattr(plan, name) > least and _bytes(inputs, cache, plan) > budget:
+            now = getattr(plan, name)
+            plan = plan._replace(**{name: now - 1 if name == "depth" else max(least, now // 2)})
+    return plan
 
 
 def _most_pages(inputs: Inputs, cache: Cache, packed: bool) -> int:
     """As many pages as a good block has, and the table at most."""
     page = cache.slots * cache.heads * sum(cache.dims) * jnp.dtype(cache.dtype).itemsize
-    pages = max(1, _BLOCK // page)
-    if not packed:
-        pages = min(pages, max(1, _POSITIONS // cache.slots))
+    pages = min(_BLOCK // page, _COLUMNS // (cache.slots * cache.heads))
+    pages = max(1, pages if packed else _POSITIONS // cache.slots)
     pages = _power(pages + 1) // 2  # the power of two below
     return min(pages, _power(inputs.page_indices.shape[-1]))
 
@@ -102,7 +103,7 @@ def _bytes(inputs: Inputs, cache: Cache, plan: Plan) -> int:
     dtype = operand_dtype(inputs.query.dtype, cache.dtype)
     heads = inputs.query.shape[2]
     rows = plan.size * heads // (1 if plan.packed else cache.heads)
-    columns = plan.pages * (cache.rows if plan.packed else cache.slots)
+    columns = plan.pages * cache.slots * (cache.heads if plan.packed else 1)
     tiles = 4 * vmem_bytes((min(rows, 256), columns), jnp.float32)
     width = max(cache.dims)
     block = 2 * vmem_bytes((plan.pages * cache.rows, width), dtype)
@@ -126,7 +127,7 @@ def why_not(inputs: Inputs, spec: Spec, device: Device) -> str | None:
     for plan in plans_of(inputs, spec, spec.config(), device):
         if _bytes(inputs, cache, plan) > core.vmem * 0.9:
             return f"has no room in VMEM for pages of {cache.slots} tokens"
-        entries = plan.ring * plan.per_block * PIECE
+        entries = plan.ring * max(plan.pages, PIECE)
         if 4 * (6 * most_items(inputs, plan.size) + entries) > _SHARE * core.smem:
             return "has no room in scalar memory for a list of so many sequences"
     return None

@@ -59,6 +59,12 @@ class Cache(NamedTuple):
         """Rows of a page."""
         return self.slots * self.heads * self.parts
 
+    @property
+    def page_in_words(self) -> bool:
+        """Whether two heads of a token, of two bytes each, share a word of 32 bits."""
+        even = self.heads * self.parts % 2 == 0
+        return len(self.page) == 1 and not self.heads_first and even
+
 
 def cache_of(inputs: Inputs, spec: Spec) -> Cache:
     """The cache of a call, of whose arrays only the shapes are asked."""

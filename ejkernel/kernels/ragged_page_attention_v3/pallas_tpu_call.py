@@ -17,9 +17,9 @@ from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_copies import Plan
 from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_items import (
     PIECE,
     Items,
+    flat_table,
     items,
     of_tokens,
-    pieces_of_table,
 )
 from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_kernel import Kernel, Numbers, Refs
 
@@ -59,7 +59,7 @@ def _run(
 ) -> tuple[jax.Array, jax.Array]:
     """`out` with the results of the listed tiles, and their log-sum-exps [tiles, size, n]."""
     heads = query.shape[1]
-    table, per_sequence = pieces_of_table(inputs, plan.pages)
+    table, per_sequence = flat_table(inputs, plan.pages, cache.pages)
     plan = plan._replace(per_sequence=per_sequence)
     parts = 1 if plan.packed else cache.heads
     rows = plan.size * heads // parts
@@ -114,7 +114,9 @@ def _run(
         ],
         input_output_aliases={len(listed) + len(operands) - 1: 0},
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel",), vmem_limit_bytes=limit
+            dimension_semantics=("parallel",),
+            vmem_limit_bytes=limit,
+            disable_bounds_checks=True,  # pages are within the cache, rows within their tile
         ),
         interpret=settings.interpret(),
     )(*listed, *operands)
@@ -148,11 +150,12 @@ def scratch(inputs: Inputs, plan: Plan, cache: Cache) -> dict[str, Any]:
     lines = -(-rows // LANES)
     value_dim = cache.dims[1]
     dtype = operand_dtype(inputs.query.dtype, cache.dtype)
-    columns = plan.pages * (cache.rows if plan.packed else cache.slots)
+    columns = plan.pages * cache.slots * (cache.heads if plan.packed else 1)
     held = {
         "cursor": pltpu.SMEM((6,), jnp.int32),
         "copied": pltpu.SMEM((plan.depth,), jnp.int32),
-        "entries": pltpu.SMEM((plan.ring, plan.per_block, 1, PIECE), jnp.int32),
+        "holes": pltpu.SMEM((plan.depth,), jnp.int32),
+        "entries": pltpu.SMEM((plan.ring * max(plan.pages, PIECE),), jnp.int32),
         "queries": pltpu.VMEM((2, plan.size, heads, head_dim), inputs.query.dtype),
         "results": pltpu.VMEM((2, plan.size, heads, value_dim), inputs.query.dtype),
         "numbers_kept": pltpu.VMEM((2, parts, lines, LANES), jnp.float32),

@@ -19,9 +19,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_cache import Cache
-from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_items import PIECE, Items
+from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_items import NO_PAGE, PIECE, Items
 
 AHEAD = 2  # steps that the table is ahead of the pages
+_WRITTEN_OUT = 16  # copies of pages that follow each other without a loop
 
 
 class Plan(NamedTuple):
@@ -33,8 +34,7 @@ class Plan(NamedTuple):
         depth: blocks that VMEM holds.
         packed: whether all heads meet all rows of a page in one matmul.
         cores: how many cores share the tiles.
-        per_sequence: pieces of the table that a sequence has.
-        per_block: pieces of the table that a block needs.
+        per_sequence: entries of the table that a sequence has.
         window: how many positions a query sees; None: all.
     """
 
@@ -44,13 +44,12 @@ class Plan(NamedTuple):
     packed: bool
     cores: int
     per_sequence: int
-    per_block: int
     window: int | None
 
     @property
     def ring(self) -> int:
-        """Pieces of the table that are held."""
-        return self.depth + AHEAD
+        """Pieces of the table that are held: a power of two."""
+        return 1 << (self.depth + AHEAD - 1).bit_length()
 
 
 class Copies:
@@ -89,29 +88,21 @@ class Copies:
         self._advance(0, begin)
 
     def _table(self, item: Any, block: Any, step: Any) -> Any:
+        count = max(self.plan.pages, PIECE)
         first = self.items.sequence[item] * self.plan.per_sequence
-        if self.plan.pages >= PIECE:
-            first += block * self.plan.per_block
-        else:
-            first += jax.lax.div(block, PIECE // self.plan.pages)
-        slot = jax.lax.rem(step, self.plan.ring)
+        first += _shifted(block, count // self.plan.pages) * count
+        slot = step & (self.plan.ring - 1)
         return pltpu.make_async_copy(
-            self.refs.table.at[pl.ds(first, self.plan.per_block)],
-            self.refs.entries.at[slot],
+            self.refs.table.at[pl.ds(pl.multiple_of(first, PIECE), count)],
+            self.refs.entries.at[pl.ds(pl.multiple_of(slot * count, PIECE), count)],
             self.refs.table_arrived.at[slot],
         )
 
-    def entry(self, block: Any, step: Any, number: Any) -> tuple[Any, Any]:
-        """The page in this place of a block, and whether there is one."""
-        slot = jax.lax.rem(step, self.plan.ring)
-        if self.plan.pages >= PIECE:
-            piece = jax.lax.div(number, PIECE)
-            place = number - piece * PIECE
-        else:
-            piece = 0
-            place = number + jax.lax.rem(block, PIECE // self.plan.pages) * self.plan.pages
-        page = self.refs.entries[slot, piece, 0, place]
-        return page, (page >= 0) & (page < self.cache.pages)
+    def first_entry(self, block: Any, step: Any) -> Any:
+        """Where the entries of a block begin, as far as they are in scalar memory."""
+        count = max(self.plan.pages, PIECE)
+        inside = (block & (count // self.plan.pages - 1)) * self.plan.pages
+        return (step & (self.plan.ring - 1)) * count + inside
 
     # The pages
 
@@ -120,33 +111,61 @@ class Copies:
 
         def begin(item: Any, block: Any, step: Any) -> None:
             self._table(item, block, step).wait()
-            slot = jax.lax.rem(step, self.plan.depth)
+            slot = self.slot(step)
             first, last = self.used(item, block)
 
-            def one(number: Any, copied: Any) -> Any:
-                page, there = self.entry(block, step, number)
+            entries = self.first_entry(block, step)
 
-                @pl.when(there)
-                def _():
-                    for i in range(self.cache.arrays):
-                        self._page(i, page, slot, number).start()
+            def one(number: Any, holes: Any) -> Any:
+                entry = self.refs.entries[entries + number]
+                # In the place of a page that is not there comes another, for nobody to see.
+                page = entry & (NO_PAGE - 1)
+                for which in range(self.cache.arrays):
+                    self._page(which, page, slot, number).start()
+                return holes | entry
 
-                return copied + there.astype(jnp.int32)
+            copied = last - first
+            self.refs.copied[slot] = copied
 
-            self.refs.copied[slot] = jax.lax.fori_loop(first, last, one, jnp.int32(0))
+            @pl.when(copied == self.plan.pages)
+            def _():
+                holes = jnp.int32(0)
+                # Written out, as far as that goes, a copy costs a few instructions.
+                several = min(_WRITTEN_OUT, self.plan.pages)
+                if several == self.plan.pages:
+                    for number in range(several):
+                        holes = one(number, holes)
+                else:
+
+                    def some(group: Any, holes: Any) -> Any:
+                        for number in range(several):
+                            holes = one(group * several + number, holes)
+                        return holes
+
+                    holes = jax.lax.fori_loop(0, self.plan.pages // several, some, holes)
+                self.refs.holes[slot] = holes
+
+            @pl.when(copied < self.plan.pages)
+            def _():
+                self.refs.holes[slot] = jax.lax.fori_loop(first, last, one, jnp.int32(0))
 
         self._advance(3, begin)
+
+    def slot(self, step: Any) -> Any:
+        """Where the block of a step is in VMEM."""
+        depth = self.plan.depth
+        return step & (depth - 1) if depth & (depth - 1) == 0 else jax.lax.rem(step, depth)
 
     def used(self, item: Any, block: Any) -> tuple[Any, Any]:
         """The pages of a block that queries of the tile see: from the first to behind the last."""
         before, slots = block * self.plan.pages, self.cache.slots
         position = self.items.first[item]
-        last = jax.lax.div(position + self.items.rows[item] - 1, slots) + 1 - before
+        last = _divided(position + self.items.rows[item] - 1, slots) + 1 - before
         last = jnp.minimum(last, self.plan.pages)
         if self.plan.window is None:
             return jnp.int32(0), last
         oldest = jnp.maximum(position - self.plan.window + 1, 0)
-        return jnp.maximum(jax.lax.div(oldest, slots) - before, 0), last
+        return jnp.maximum(_divided(oldest, slots) - before, 0), last
 
     def _page(self, which: int, page: Any, slot: Any, number: Any) -> Any:
         source = self.refs.cache[which]
@@ -157,8 +176,8 @@ class Copies:
         )
 
     def wait_for_pages(self, step: Any) -> tuple[Any, Any]:
-        """The block of a step, once it is there: its place in VMEM, and how many pages came."""
-        slot = jax.lax.rem(step, self.plan.depth)
+        """The block of a step, once it is there: its place in VMEM, and whether all pages came."""
+        slot = self.slot(step)
         copied = self.refs.copied[slot]
 
         @pl.when(copied == self.plan.pages)
@@ -175,7 +194,7 @@ class Copies:
                     one = blocks.at[slot, 0]
                     pltpu.make_async_copy(one, one, self.refs.pages_arrived.at[slot]).wait()
 
-        return slot, copied
+        return slot, (copied == self.plan.pages) & (self.refs.holes[slot] < NO_PAGE)
 
     def _advance(self, cursor: int, begin: Callable[[Any, Any, Any], None]) -> None:
         """`begin(tile, block, step)` at a cursor, which goes on to the next step."""
@@ -205,21 +224,21 @@ class Copies:
 
     def numbers(self, item: Any) -> Any:
         """The log-sum-exps of a tile, on their way out."""
-        slot = jax.lax.rem(item, 2)
+        slot = item & 1
         return pltpu.make_async_copy(
             self.refs.numbers_kept.at[slot], self.refs.lse.at[item], self.refs.numbers_left.at[slot]
         )
 
 
 class RowCopies:
-    """As many rows as a tile has, in pieces whose sizes are powers of two: those must be static."""
+    """As many rows as a tile has, in pieces."""
 
     def __init__(
         self, copies: Copies, item: Any, array: Any, kept: Any, semaphores: Any, out: bool = False
     ):
         self.row, self.rows = copies.items.row[item], copies.items.rows[item]
         self.array, self.kept, self.out = array, kept, out
-        self.slot = jax.lax.rem(item, 2)
+        self.slot = item & 1
         self.semaphore = semaphores.at[self.slot]
 
     def start(self) -> None:
@@ -229,14 +248,30 @@ class RowCopies:
         self._each(lambda copy: copy.wait())
 
     def _each(self, act: Callable[[Any], None]) -> None:
-        most = min(self.kept.shape[1], self.array.shape[0])
-        for bit in reversed(range(most.bit_length())):
-            piece = 1 << bit
+        def one(skipped: Any, piece: int) -> None:
+            there = self.array.at[pl.ds(self.row + skipped, piece)]
+            here = self.kept.at[self.slot, pl.ds(skipped, piece)]
+            ends = (here, there) if self.out else (there, here)
+            act(pltpu.make_async_copy(*ends, self.semaphore))
 
-            @pl.when((self.rows & piece) != 0)
-            def _(piece=piece):
-                skipped = self.rows & ~(2 * piece - 1)
-                there = self.array.at[pl.ds(self.row + skipped, piece)]
-                here = self.kept.at[self.slot, pl.ds(skipped, piece)]
-                ends = (here, there) if self.out else (there, here)
-                act(pltpu.make_async_copy(*ends, self.semaphore))
+        in_pieces(self.rows, min(self.kept.shape[1], self.array.shape[0]), one)
+
+
+def in_pieces(count: Any, most: int, act: Callable[[Any, int], None]) -> None:
+    """`act(skipped, piece)` for pieces of `count`, `most` at most, whose sizes are static."""
+    for bit in reversed(range(most.bit_length())):
+        piece = 1 << bit
+
+        @pl.when((count & piece) != 0)
+        def _(piece=piece):
+            act(count & ~(2 * piece - 1), piece)
+
+
+def _shifted(x: Any, by: int) -> Any:
+    """`x // by` of what is not negative, by a power of two."""
+    return jax.lax.shift_right_logical(x, by.bit_length() - 1)
+
+
+def _divided(x: Any, by: int) -> Any:
+    """`x // by` of what is not negative."""
+    return _shifted(x, by) if by & (by - 1) == 0 else jax.lax.div(x, by)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from ejkernel.kernels.ragged_page_attention_v3.inputs import Inputs
 
 PIECE = 128  # entries of the table that are copied at once, or a multiple of them
+NO_PAGE = 1 << 30  # a bit of a table's entry; the others are then 0, a page that is there
 
 
 class Items(NamedTuple):
@@ -93,13 +94,17 @@ def _bounds(blocks: jax.Array, count: jax.Array, cores: int) -> jax.Array:
     return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.minimum(inner, count), count[None]])
 
 
-def pieces_of_table(inputs: Inputs, pages: int) -> tuple[jax.Array, int]:
-    """The table as [pieces, 1, PIECE], and how many of them a sequence has."""
+def flat_table(inputs: Inputs, pages: int, cache_pages: int) -> tuple[jax.Array, int]:
+    """The table in one row, and how many entries of it a sequence has.
+
+    `pages` are those of a block, `cache_pages` those of the cache.
+    """
     table = jnp.asarray(inputs.page_indices)
     table = table.reshape(-1, table.shape[-1])
+    table = jnp.where((table >= 0) & (table < cache_pages), table, NO_PAGE)
     missing = -table.shape[1] % max(PIECE, pages)
-    table = jnp.pad(table, ((0, 0), (0, missing)), constant_values=-1)
-    return table.reshape(-1, 1, PIECE), table.shape[1] // PIECE
+    table = jnp.pad(table, ((0, 0), (0, missing)), constant_values=NO_PAGE)
+    return table.reshape(-1), table.shape[1]
 
 
 def of_tokens(items: Items, by_item: jax.Array, tokens: int, fill: float) -> jax.Array:

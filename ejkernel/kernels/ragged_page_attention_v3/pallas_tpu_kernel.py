@@ -8,7 +8,6 @@ Two ways to let queries meet keys:
     apart    many queries: keys and values are put in order by head first, once for all of them.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -16,16 +15,27 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel.kernels.flash_attention.pallas_tpu_call import LANES, LOG2_E, product
+from ejkernel.kernels.flash_attention.pallas_tpu_call import LOG2_E, product
 from ejkernel.kernels.ragged_page_attention_v3.inputs import Spec
 from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_cache import Cache
 from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_copies import Copies, Plan
-from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_items import Items
+from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_items import NO_PAGE, Items
+from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_vectors import (
+    SHUFFLED,
+    across,
+    along_lanes,
+    divided,
+    lane_sums,
+    shuffled,
+    swapped_halves,
+    taken_apart,
+)
 
 # Below every logit, yet a number: what was masked, -inf, is 0 after exp2(x - _LEAST).
 _LEAST = -1e30
 _NOWHERE = 1 << 30  # behind every position
 _ROWS = 256  # rows that go through softmax together
+_COLUMNS = 2048  # and columns
 
 
 class Numbers(NamedTuple):
@@ -47,6 +57,7 @@ class Refs(NamedTuple):
     lse: Any
     cursor: Any
     copied: Any
+    holes: Any
     entries: Any
     blocks: tuple
     queries: Any
@@ -77,6 +88,14 @@ class Kernel:
         self.heads = refs.query.shape[1]
         self.parts, self.rows = refs.rows.shape[:2]
         self.columns = refs.offsets.shape[1]
+        # Whether two heads of a token, side by side in a word of 32 bits, are told apart there.
+        # Which key then stands in which column does not matter: its value stands there too.
+        words = cache.page_in_words and refs.rows.dtype == jnp.bfloat16
+        if plan.packed:
+            self.shuffled = words and cache.combined and self.columns % SHUFFLED == 0
+        else:
+            narrow = cache.dtype == jnp.bfloat16
+            self.shuffled = words and narrow and cache.slots % SHUFFLED == 0
 
     def run(self) -> None:
         copies = self.copies
@@ -121,29 +140,27 @@ class Kernel:
 
     def _maps(self) -> None:
         """The position of every column of a block, and the columns that are each row's own."""
-        if not self.plan.packed:
-            self.refs.offsets[...] = jax.lax.broadcasted_iota(jnp.int32, (1, self.columns), 1)
-            return
         column = jax.lax.broadcasted_iota(jnp.int32, (1, self.columns), 1)
-        page, row = _divided(column, self.cache.rows)
-        slot, head = self._place(row)
+        if self.shuffled:
+            column = shuffled(column)
+        if not self.plan.packed:
+            self.refs.offsets[...] = column
+            return
+        page, row = divided(column, self.cache.slots * self.cache.heads)
+        if self.cache.heads_first:
+            head, slot = divided(row, self.cache.slots)
+        else:
+            slot, head = divided(row, self.cache.heads)
         self.refs.offsets[...] = page * self.cache.slots + slot
         mine = jax.lax.broadcasted_iota(jnp.int32, (self.rows, 1), 0)
-        mine = _divided(_divided(mine, self.heads)[1], self.heads // self.cache.heads)[0]
-        own = head == mine * self.cache.parts
-        self.refs.own[...] = jnp.where(own, jnp.inf, -jnp.inf)
-
-    def _place(self, row: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The slot and the head of a row of a page."""
-        if self.cache.heads_first:
-            return _divided(row, self.cache.slots)[::-1]
-        return _divided(row, self.cache.heads * self.cache.parts)
+        mine = divided(divided(mine, self.heads)[1], self.heads // self.cache.heads)[0]
+        self.refs.own[...] = jnp.where(head == mine, jnp.inf, -jnp.inf)
 
     # A tile
 
     def _begin(self, item: Any) -> None:
         refs = self.refs
-        query = refs.queries[jax.lax.rem(item, 2)].astype(refs.rows.dtype)
+        query = refs.queries[item & 1].astype(refs.rows.dtype)
         refs.rows[...] = self._by_part(query)
         refs.most[...] = jnp.full_like(refs.most, _LEAST)
         refs.total[...] = jnp.zeros_like(refs.total)
@@ -164,7 +181,7 @@ class Kernel:
         return x.reshape(size, self.heads, width)
 
     def _finish(self, item: Any) -> None:
-        refs, slot = self.refs, jax.lax.rem(item, 2)
+        refs, slot = self.refs, item & 1
 
         @pl.loop(0, self.parts)
         def _(part):
@@ -179,7 +196,7 @@ class Kernel:
                 result *= self._of_rows(refs.numbers.value[part])[:, :1]
             refs.sums[part] = result
             lse = highest * (1 / LOG2_E) + jnp.log(visible)
-            refs.numbers_kept[slot, part] = _along_lanes(lse)
+            refs.numbers_kept[slot, part] = along_lanes(lse)
 
         refs.results[slot] = self._by_query(refs.sums[...]).astype(refs.results.dtype)
 
@@ -191,45 +208,62 @@ class Kernel:
     # A block
 
     def _step(self, item: Any, block: Any, step: Any) -> None:
-        slot, copied = self.copies.wait_for_pages(step)
+        slot, complete = self.copies.wait_for_pages(step)
         first = self.items.first[item]
         start = block * self.block
-        full = (copied == self.plan.pages) & (start + self.block <= first + 1)
+        full = complete & (start + self.block <= first + 1)
         if self.plan.window is not None:
             full &= start > first + self.items.rows[item] - 1 - self.plan.window
 
         @pl.when(full)
         def _():
-            self._visit(slot, None)
+            self._visit(slot, 0, self.plan.pages, None)
 
         @pl.when(jnp.logical_not(full))
         def _():
-            self._clean(item, block, step, slot)
-            offsets = self._present(item, block, step, copied)
-            shape = (self.rows, 1)
-            query = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
-            query = _divided(query, self.rows // self.plan.size)[0] + (first - start)
-            visible = offsets <= query
-            if self.plan.window is not None:
-                visible &= offsets > query - self.plan.window
-            self._visit(slot, visible)
+            self._part_of_block(item, block, step, slot)
 
-    def _present(self, item: Any, block: Any, step: Any, copied: Any) -> jax.Array:
-        """The position of every column, counted from the block's; far behind where no page is."""
+    def _part_of_block(self, item: Any, block: Any, step: Any, slot: Any) -> None:
+        """A block of which not all is seen, where heads are packed some pages at a time."""
         first, last = self.copies.used(item, block)
-        slots = self.cache.slots
+        query = jax.lax.broadcasted_iota(jnp.int32, (self.rows, 1), 0)
+        query = divided(query, self.rows // self.plan.size)[0]
+        query += self.items.first[item] - block * self.block
+        width = self.plan.pages
+        if self.plan.packed:
+            width = min(width, max(1, _COLUMNS // 2 // (self.cache.slots * self.cache.heads)))
+
+        for begin in range(0, self.plan.pages, width):
+
+            @pl.when((begin < last) & (begin + width > first))
+            def _(begin=begin):
+                self._clean(item, block, step, slot, begin, begin + width)
+                offsets = self._present(block, step, slot, begin, begin + width)
+                visible = offsets <= query
+                if self.plan.window is not None:
+                    visible &= offsets > query - self.plan.window
+                self._visit(slot, begin, begin + width, visible)
+
+    def _columns(self, begin: int, end: int) -> slice:
+        """The columns of these pages."""
+        page = self.columns // self.plan.pages
+        return slice(begin * page, end * page)
+
+    def _present(self, block: Any, step: Any, slot: Any, begin: int, end: int) -> jax.Array:
+        """The position of every column, counted from the block's; far behind where no page is."""
+        entries, slots = self.copies.first_entry(block, step), self.cache.slots
 
         def mark(number: Any, offsets: jax.Array) -> jax.Array:
-            _, there = self.copies.entry(block, step, number)
-            begin = number * slots
-            here = (offsets >= begin) & (offsets < begin + slots)
-            return jnp.where(here & jnp.logical_not(there), _NOWHERE, offsets)
+            start = number * slots
+            here = (offsets >= start) & (offsets < start + slots)
+            missing = self.refs.entries[entries + number] >= NO_PAGE
+            return jnp.where(here & missing, _NOWHERE, offsets)
 
-        complete = copied == last - first
-        last = jnp.where(complete, first, last)
-        return jax.lax.fori_loop(first, last, mark, self.refs.offsets[...])
+        last = jnp.where(self.refs.holes[slot] < NO_PAGE, begin, end)
+        offsets = self.refs.offsets[:, self._columns(begin, end)]
+        return jax.lax.fori_loop(begin, last, mark, offsets)
 
-    def _clean(self, item: Any, block: Any, step: Any, slot: Any) -> None:
+    def _clean(self, item: Any, block: Any, step: Any, slot: Any, begin: int, end: int) -> None:
         """Put 0 where values are that no query of the tile sees: 0 times NaN is NaN."""
         position = self.items.first[item]
         newest = position + self.items.rows[item] - 1 - block * self.block
@@ -237,44 +271,59 @@ class Kernel:
         if self.plan.window is not None:
             oldest = position - self.plan.window - block * self.block
         values, page = self.refs.blocks[-1], self.cache.page
-        slots = self.cache.slots
+        entries, slots = self.copies.first_entry(block, step), self.cache.slots
 
-        @pl.loop(0, self.plan.pages)
+        @pl.loop(begin, end)
         def _(number):
-            _, there = self.copies.entry(block, step, number)
-            begin = number * slots
-            whole = there & (begin > oldest) & (begin + slots - 1 <= newest)
+            there = self.refs.entries[entries + number] < NO_PAGE
+            start = number * slots
+            whole = there & (start > oldest) & (start + slots - 1 <= newest)
 
             @pl.when(jnp.logical_not(whole))
             def _():
                 if len(page) == 1:
                     row = jax.lax.broadcasted_iota(jnp.int32, (*page, 1), 0)
-                    token = self._place(row)[0] + begin
+                    if self.cache.heads_first:
+                        token = divided(row, slots)[1] + start
+                    else:
+                        token = divided(row, self.cache.rows // slots)[0] + start
                 else:
                     axis = 1 if self.cache.heads_first else 0
-                    token = jax.lax.broadcasted_iota(jnp.int32, (*page, 1), axis) + begin
+                    token = jax.lax.broadcasted_iota(jnp.int32, (*page, 1), axis) + start
                 seen = there & (token > oldest) & (token <= newest)
                 x = values[slot, number].astype(jnp.float32)
                 values[slot, number] = jnp.where(seen, x, 0.0).astype(values.dtype)
 
-    def _visit(self, slot: Any, visible: jax.Array | None) -> None:
+    def _visit(self, slot: Any, begin: int, end: int, visible: jax.Array | None) -> None:
+        """The pages of a block from `begin` to `end`; all of them where heads are apart."""
         refs, dtype = self.refs, self.refs.rows.dtype
         if self.plan.packed:
-            keys, values = (
-                x[slot].astype(dtype).reshape(self.columns, x.shape[-1])
-                for x in (refs.blocks[0], refs.blocks[-1])
-            )
-            self._attend(0, keys, values, visible)
+            pages = pl.ds(begin, end - begin)
+            rows = [x[slot, pages].astype(dtype).reshape(-1, x.shape[-1]) for x in refs.blocks]
+            keys, values = self._halves(rows[0]) if self.cache.combined else rows
+            self._attend(0, keys, values, self._columns(begin, end), visible)
             return
         for blocks, ordered in zip(refs.blocks, refs.ordered, strict=True):
-            ordered[...] = self._by_head(blocks[slot].astype(dtype))
+            if self.shuffled:
+                self._order_words(blocks, ordered, slot)
+            else:
+                ordered[...] = self._by_head(blocks[slot].astype(dtype))
         stride = self.cache.parts
 
         @pl.loop(0, self.parts)
         def _(part):
             keys = refs.ordered[0][part * stride]
             values = refs.ordered[-1][part * stride + stride - 1]
-            self._attend(part, keys, values, visible)
+            self._attend(part, keys, values, self._columns(begin, end), visible)
+
+    def _halves(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Keys and values apart, from rows of both in turn."""
+        if self.shuffled:
+            return taken_apart(rows)
+        slots = self.cache.slots if self.cache.heads_first else 1
+        both = rows.reshape(-1, 2, slots, rows.shape[1])
+        keys, values = (both[:, i].reshape(-1, rows.shape[1]) for i in range(2))
+        return keys, values
 
     def _by_head(self, x: jax.Array) -> jax.Array:
         """A block [pages, *page, d] -> [heads, positions, d]"""
@@ -285,31 +334,60 @@ class Kernel:
             return x.reshape(heads, self.block, width)
         return x.reshape(self.block, heads, width).swapaxes(0, 1)
 
-    def _attend(self, part: Any, keys: jax.Array, values: jax.Array, visible: Any) -> None:
-        refs = self.refs
-        for start in range(0, self.rows, _ROWS):
-            rows = slice(start, min(start + _ROWS, self.rows))
-            logits = product(refs.rows[part, rows], keys, transpose_right=True)
-            logits = self._logits(logits, part, rows)
-            if visible is not None:
-                seen = visible[rows]
-                if self.plan.packed:
-                    seen &= refs.own[rows] > 0.0
-                logits = jnp.where(seen, logits, -jnp.inf)
-            elif self.plan.packed:
-                logits = jnp.minimum(logits, refs.own[rows])
-            before = refs.most[part, rows]
-            after = jnp.maximum(before, logits.max(axis=1, keepdims=True))
-            fade = jnp.exp2(before - after)
-            weights = jnp.exp2(logits - _across(after, self.columns))
-            refs.most[part, rows] = after
-            refs.total[part, rows] = refs.total[part, rows] * fade + _lane_sums(weights)
-            if self.plan.packed and self.cache.combined:
-                weights = _rolled(weights, self.cache.slots if self.cache.heads_first else 1)
-            width = refs.sums.shape[-1]
-            refs.sums[part, rows] = refs.sums[part, rows] * _across(fade, width) + product(
-                weights.astype(values.dtype), values
-            )
+    def _order_words(self, blocks: Any, ordered: Any, slot: Any) -> None:
+        """The same for two heads at once, read as words; positions in the order of `shuffled`."""
+        words, slots = blocks.bitcast(jnp.uint32), self.cache.slots
+        pairs = self.cache.heads * self.cache.parts // 2
+
+        @pl.loop(0, self.plan.pages, unroll=min(4, self.plan.pages))
+        def _(page):
+            place = pl.ds(pl.multiple_of(page * slots, slots), slots)
+            for pair in range(pairs):
+                found = words[slot, page, pl.ds(pair, slots, stride=pairs)]
+                found = found.reshape(-1, 2, 8, found.shape[-1])
+                for i, half in enumerate(swapped_halves(found[:, 0], found[:, 1])):
+                    half = half.reshape(slots // 2, half.shape[-1])
+                    ordered[2 * pair + i, place] = pltpu.bitcast(half, ordered.dtype)
+
+    def _attend(
+        self, part: Any, keys: jax.Array, values: jax.Array, columns: slice, visible: Any
+    ) -> None:
+        """Some rows and some columns after the others."""
+        for row in range(0, self.rows, _ROWS):
+            rows = slice(row, min(row + _ROWS, self.rows))
+            for start in range(0, keys.shape[0], _COLUMNS):
+                some = slice(start, min(start + _COLUMNS, keys.shape[0]))
+                own = slice(columns.start + some.start, columns.start + some.stop)
+                seen = None if visible is None else visible[rows, some]
+                self._accumulate(part, rows, own, keys[some], values[some], seen)
+
+    def _accumulate(
+        self,
+        part: Any,
+        rows: slice,
+        columns: slice,
+        keys: jax.Array,
+        values: jax.Array,
+        visible: Any,
+    ) -> None:
+        refs, width = self.refs, keys.shape[0]
+        logits = product(refs.rows[part, rows], keys, transpose_right=True)
+        logits = self._logits(logits, part, rows)
+        if visible is not None:
+            if self.plan.packed:
+                visible &= refs.own[rows, columns] > 0.0
+            logits = jnp.where(visible, logits, -jnp.inf)
+        elif self.plan.packed:
+            logits = jnp.minimum(logits, refs.own[rows, columns])
+        before = refs.most[part, rows]
+        after = jnp.maximum(before, logits.max(axis=1, keepdims=True))
+        fade = jnp.exp2(before - after)
+        weights = jnp.exp2(logits - across(after, width))
+        refs.most[part, rows] = after
+        refs.total[part, rows] = refs.total[part, rows] * fade + lane_sums(weights)
+        refs.sums[part, rows] = refs.sums[part, rows] * across(fade, refs.sums.shape[-1]) + product(
+            weights.astype(values.dtype), values
+        )
 
     def _logits(self, products: jax.Array, part: Any, rows: slice) -> jax.Array:
         """Logits in base 2."""
@@ -317,54 +395,11 @@ class Kernel:
         factor: Any = scale
         if self.refs.numbers.factor is not None:
             if self.plan.packed:
-                factor = _across(self._of_rows(self.refs.numbers.factor[part])[rows], self.columns)
+                factor = across(
+                    self._of_rows(self.refs.numbers.factor[part])[rows], products.shape[1]
+                )
             else:
                 factor = self.refs.numbers.factor[part][:1, :1]
         if cap is None:
             return products * (factor * LOG2_E)
         return jnp.tanh(products * (factor * (1.0 / cap))) * (cap * LOG2_E)
-
-
-def _divided(x: jax.Array, by: int) -> tuple[jax.Array, jax.Array]:
-    """Quotient and remainder of small numbers; kernels have no division of integers."""
-    if by & (by - 1) == 0:
-        quotient = jax.lax.shift_right_logical(x, by.bit_length() - 1)
-    else:
-        quotient = jnp.floor((x.astype(jnp.float32) + 0.5) * (1.0 / by)).astype(jnp.int32)
-    return quotient, x - quotient * by
-
-
-def _rolled(x: jax.Array, by: int) -> jax.Array:
-    """Columns moved to the right; what falls out comes in at the left."""
-    return pltpu.roll(x, by, 1) if x.shape[1] % LANES == 0 else jnp.roll(x, by, axis=1)
-
-
-def _across(x: jax.Array, width: int) -> jax.Array:
-    """A number for each row, the same in all lanes, over so many columns."""
-    if width <= LANES:
-        return x[:, :width]
-    return jnp.concatenate([x] * -(-width // LANES), axis=1)[:, :width]
-
-
-def _lane_sums(x: jax.Array) -> jax.Array:
-    """Sums along the rows, but for the last: one for each lane."""
-    missing = -x.shape[1] % LANES
-    if missing:
-        x = jnp.concatenate([x, jnp.zeros((x.shape[0], missing), x.dtype)], axis=1)
-    parts = [x[:, start : start + LANES] for start in range(0, x.shape[1], LANES)]
-    return functools.reduce(jnp.add, parts)
-
-
-def _along_lanes(x: jax.Array) -> jax.Array:
-    """A column [rows, 1] as rows of lanes, [rows / LANES rounded up, LANES]."""
-    diagonal = (LANES, LANES)
-    own = jax.lax.broadcasted_iota(jnp.int32, diagonal, 0) == jax.lax.broadcasted_iota(
-        jnp.int32, diagonal, 1
-    )
-    lines = []
-    for start in range(0, x.shape[0], LANES):
-        some = x[start : start + LANES]
-        count = some.shape[0]
-        wide = jnp.where(own[:count], jnp.broadcast_to(some, (count, LANES)), 0.0)
-        lines.append(wide.sum(axis=0, keepdims=True))
-    return jnp.concatenate(lines, axis=0)

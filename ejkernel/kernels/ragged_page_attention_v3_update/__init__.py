@@ -18,6 +18,11 @@ OP = Op(
             Backend.GPU,
             "ejkernel.kernels.ragged_page_attention_v3_update.triton_gpu",
         ),
+        Source(
+            Platform.PALLAS,
+            Backend.TPU,
+            "ejkernel.kernels.ragged_page_attention_v3_update.pallas_tpu",
+        ),
         Source(Platform.XLA, Backend.ANY, "ejkernel.kernels.ragged_page_attention_v3_update.xla"),
     ],
     operands=(
