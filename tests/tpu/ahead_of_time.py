@@ -42,20 +42,25 @@ def device(generation: str) -> Device:
     return device_of([jax.ShapeDtypeStruct((), np.float32, sharding=sharding)])
 
 
-def compiled(generation: str, function: Any, arguments: Any) -> Any:
-    """`function(arguments)` compiled for one chip of a generation; arguments are shapes."""
+def compiled(generation: str, function: Any, arguments: Any, **options: Any) -> Any:
+    """`function(arguments)` compiled for one chip of a generation; arguments are shapes.
+
+    `options` are those of `jax.jit`.
+    """
     mesh = mesh_of(GENERATIONS[generation], chip=1)
-    return compiled_over(mesh, PartitionSpec(), function, arguments)
+    return compiled_over(mesh, PartitionSpec(), function, arguments, **options)
 
 
-def compiled_over(mesh: Mesh, spec: PartitionSpec, function: Any, arguments: Any) -> Any:
+def compiled_over(
+    mesh: Mesh, spec: PartitionSpec, function: Any, arguments: Any, **options: Any
+) -> Any:
     """`function(arguments)` compiled for a mesh over which every argument is split so."""
     split = NamedSharding(mesh, spec)
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split), arguments
     )
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return jax.jit(function).lower(shapes).compile()
+        return jax.jit(function, **options).lower(shapes).compile()
 
 
 def kernels_in(program: Any) -> int:

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 
 from ejkernel.kernels.common.paged import operand_dtype
 from ejkernel.kernels.common.tpu_memory import MEBIBYTE, core_of, vmem_bytes
-from ejkernel.kernels.flash_attention.pallas_tpu_call import LANES
 from ejkernel.kernels.ragged_page_attention_v3.inputs import Inputs, Outputs, Spec
 from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_cache import Cache, cache_of
 from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_call import attention, scratch
 from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_copies import Plan
 from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_items import PIECE, most_items
+from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_vectors import LANES
 from ejkernel.ops.implementation import Implementation, Pass
 from ejkernel.ops.platform import Device, device_of
 
@@ -142,7 +142,7 @@ def candidates(inputs: Inputs, spec: Spec, device: Device) -> list[Any]:
     for pages in (first.pages // 2, first.pages * 2):
         if not 0 < pages <= _power(inputs.page_indices.shape[-1]):
             continue
-        config = spec.config(**{name: pages})
+        config = dataclasses.replace(spec.config(), **{name: pages})
         plans = plans_of(inputs, spec, config, device)
         if all(_bytes(inputs, cache, x) <= _SHARE * core_of(device).vmem for x in plans):
             found.append(config)

@@ -1,5 +1,6 @@
 """A call over pages on TPU: one kernel for sequences with one query, one for the others."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -10,7 +11,6 @@ from jax.scipy.special import logsumexp
 
 from ejkernel import settings
 from ejkernel.kernels.common.paged import operand_dtype
-from ejkernel.kernels.flash_attention.pallas_tpu_call import LANES
 from ejkernel.kernels.ragged_page_attention_v3.inputs import Inputs, Outputs, Spec
 from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_cache import Cache, arrays_of, cache_of
 from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_copies import Plan
@@ -21,7 +21,9 @@ from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_items import (
     items,
     of_tokens,
 )
-from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_kernel import Kernel, Numbers, Refs
+from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_kernel import Kernel
+from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_refs import Numbers, Refs
+from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_vectors import LANES
 
 
 def attention(inputs: Inputs, spec: Spec, plans: list[Plan], vmem: list[int]) -> Outputs:
@@ -69,12 +71,14 @@ def _run(
     kept = scratch(inputs, plan, cache)
 
     def body(*refs: Any) -> None:
-        listed_refs, refs = Items(*refs[: len(Items._fields)]), refs[len(Items._fields) :]
-        table, query, *refs = refs
-        caches, refs = tuple(refs[: cache.arrays]), refs[cache.arrays :]
-        found, refs = iter(refs[: len(given)]), refs[len(given) :]
-        _, out, lse, *refs = refs
-        held = dict(zip(kept, refs, strict=True))
+        left = iter(refs)
+        listed_refs = Items(*itertools.islice(left, len(Items._fields)))
+        table, query = next(left), next(left)
+        caches = tuple(itertools.islice(left, cache.arrays))
+        found = [None if x is None else next(left) for x in numbers]
+        next(left)  # the zeros whose place the results take
+        out, lse = next(left), next(left)
+        held = dict(zip(kept, left, strict=True))
         blocks = tuple(held.pop(f"blocks{i}") for i in range(len(caches)))
         places = () if plan.packed else range(len(caches))
         ordered = tuple(held.pop(f"ordered{i}") for i in places)
@@ -87,7 +91,7 @@ def _run(
                 table=table,
                 query=query,
                 cache=caches,
-                numbers=Numbers(*(None if x is None else next(found) for x in numbers)),
+                numbers=Numbers(*found),
                 out=out,
                 lse=lse,
                 blocks=blocks,

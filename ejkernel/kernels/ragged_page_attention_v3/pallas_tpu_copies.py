@@ -20,9 +20,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_cache import Cache
 from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_items import NO_PAGE, PIECE, Items
+from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_refs import Refs
 
 AHEAD = 2  # steps that the table is ahead of the pages
-_WRITTEN_OUT = 16  # copies of pages that follow each other without a loop
+_WRITTEN_OUT = 8  # copies of pages that follow each other without a loop
 
 
 class Plan(NamedTuple):
@@ -55,7 +56,7 @@ class Plan(NamedTuple):
 class Copies:
     """The copies of one kernel; `refs` names its arrays."""
 
-    def __init__(self, plan: Plan, cache: Cache, items: Items, refs: Any):
+    def __init__(self, plan: Plan, cache: Cache, items: Items, refs: Refs):
         self.plan, self.cache, self.items, self.refs = plan, cache, items, refs
         self.block = plan.pages * cache.slots  # positions
         core = pl.program_id(0)

@@ -91,6 +91,9 @@ def _bounds(blocks: jax.Array, count: jax.Array, cores: int) -> jax.Array:
     done = jnp.cumsum(blocks, dtype=jnp.int32)
     shares = done[-1] * jnp.arange(1, cores, dtype=jnp.int32) // cores
     inner = jnp.searchsorted(done, shares, side="left").astype(jnp.int32)
+    inner = jnp.minimum(inner, done.shape[0] - 1)
+    # The tile that lies on the border goes where the greater part of it would.
+    inner += (2 * done[inner] - blocks[inner] <= 2 * shares).astype(jnp.int32)
     return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.minimum(inner, count), count[None]])
 
 

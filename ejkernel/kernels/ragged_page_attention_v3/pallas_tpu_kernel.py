@@ -8,7 +8,7 @@ Two ways to let queries meet keys:
     apart    many queries: keys and values are put in order by head first, once for all of them.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,9 @@ from ejkernel.kernels.ragged_page_attention_v3.inputs import Spec
 from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_cache import Cache
 from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_copies import Copies, Plan
 from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_items import NO_PAGE, Items
+from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_refs import Refs
 from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_vectors import (
+    LANES,
     SHUFFLED,
     across,
     along_lanes,
@@ -36,45 +38,6 @@ _LEAST = -1e30
 _NOWHERE = 1 << 30  # behind every position
 _ROWS = 256  # rows that go through softmax together
 _COLUMNS = 2048  # and columns
-
-
-class Numbers(NamedTuple):
-    """A number for each query head, over all lanes, [parts, heads of a part, LANES] each."""
-
-    factor: Any  # of the logits
-    value: Any  # of the results
-    sinks: Any
-
-
-class Refs(NamedTuple):
-    """The arrays of a kernel."""
-
-    table: Any
-    query: Any
-    cache: tuple
-    numbers: Numbers
-    out: Any
-    lse: Any
-    cursor: Any
-    copied: Any
-    holes: Any
-    entries: Any
-    blocks: tuple
-    queries: Any
-    results: Any
-    numbers_kept: Any
-    rows: Any  # of the queries, by part
-    most: Any
-    total: Any
-    sums: Any
-    offsets: Any  # from the beginning of a block to the position of each column
-    own: Any  # packed: inf for a row's own columns, -inf for the others
-    ordered: tuple  # apart: keys and values by head
-    table_arrived: Any
-    pages_arrived: Any
-    queries_arrived: Any
-    results_left: Any
-    numbers_left: Any
 
 
 class Kernel:
@@ -94,8 +57,9 @@ class Kernel:
         if plan.packed:
             self.shuffled = words and cache.combined and self.columns % SHUFFLED == 0
         else:
-            narrow = cache.dtype == jnp.bfloat16
-            self.shuffled = words and narrow and cache.slots % SHUFFLED == 0
+            # Rows that lie apart are read one register wide at most.
+            fits = cache.dtype == jnp.bfloat16 and max(cache.dims) <= LANES
+            self.shuffled = words and fits and cache.slots % SHUFFLED == 0
 
     def run(self) -> None:
         copies = self.copies

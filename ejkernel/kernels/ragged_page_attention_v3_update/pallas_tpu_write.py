@@ -5,6 +5,8 @@ tokens are copied there. Where slots share a tile, as they do when the heads com
 is brought in, mended and brought back; several are on their way at once.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +22,7 @@ from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_copies import in_piece
 from ejkernel.kernels.ragged_page_attention_v3_update.inputs import Inputs, Spec, reading_inputs
 
 _UNDER_WAY = 8  # pages at once; a power of two
+_Act = Callable[[Any], None]
 
 
 class Places(NamedTuple):
@@ -186,7 +189,7 @@ def _wait(copy: Any) -> None:
     copy.wait()
 
 
-def _pipelined(places: Places, begin: Any, mend: Any, end: Any) -> None:
+def _pipelined(places: Places, begin: _Act, mend: _Act | None, end: _Act) -> None:
     """`begin`, `mend` and `end` of every item, each as soon as its place in the ring allows."""
     count = places.count[0]
     ahead = 0 if mend is None else _UNDER_WAY // 2
@@ -196,7 +199,7 @@ def _pipelined(places: Places, begin: Any, mend: Any, end: Any) -> None:
         pl.when((item >= _UNDER_WAY) & (item < count))(lambda: end(item - _UNDER_WAY))
         pl.when(item < count)(lambda: begin(item))
         if mend is not None:
-            pl.when(item >= ahead)(lambda: mend(item - ahead))
+            pl.when(item >= ahead)(functools.partial(mend, item - ahead))
 
     @pl.loop(jnp.maximum(count - _UNDER_WAY, 0), count)
     def _(item):
