@@ -47,6 +47,29 @@ def figures() -> str:
     return "\n\n".join(table(json.loads(path.read_text())) for path in paths) or "Not measured yet."
 
 
+def gpu() -> str:
+    """What was measured on an H200: the best of ours beside the best of the others."""
+    rows = ["| call | ours | best peer | ours / best peer |", "|---|---|---|---|"]
+    versions: dict[str, str] = {}
+    for path in sorted(ROOT.glob("benchmarks/results/h200/*.json")):
+        result = json.loads(path.read_text())
+        versions |= result["versions"]
+        for case, found in result["cases"].items():
+            rates = {name: one["tflops"] for name, one in found.items() if "tflops" in one}
+            ours = {name: rate for name, rate in rates.items() if name.startswith("ours ")}
+            peers = {name: rate for name, rate in rates.items() if name not in ours}
+            if not (ours and peers):
+                continue
+            mine, other = max(ours, key=rates.__getitem__), max(peers, key=rates.__getitem__)
+            rows.append(
+                f"| `{path.stem}`, {case.replace('_', ' ')} | {rates[mine]:.0f} TFLOP/s "
+                f"({mine.removeprefix('ours ')}) | {rates[other]:.0f} ({other}) "
+                f"| {rates[mine] / rates[other]:.2f} |"
+            )
+    said = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return "\n".join([f"NVIDIA H200, bfloat16; {said}.", "", *rows])
+
+
 def operations() -> str:
     """Every operation: a link to its page and the first line of its docstring."""
     rows = ["| operation | what it does |", "|---|---|"]
@@ -58,7 +81,7 @@ def operations() -> str:
 
 def render(text: str) -> str:
     """`text` with each table between its marks."""
-    for name, write in (("operations", operations), ("figures", figures)):
+    for name, write in (("operations", operations), ("figures", figures), ("gpu", gpu)):
         marked = re.compile(f"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
         text = marked.sub(lambda found, write=write: f"{found[1]}{write()}\n{found[2]}", text)
     return text
