@@ -66,6 +66,22 @@ def share_registers(consumers: int, copying: bool) -> None:
         plgpu.set_max_registers(shares[copying], action=action)
 
 
+def divide_roles(consumers: int, copy: Callable[[], None], compute: Callable[[Any], None]) -> None:
+    """The last warpgroup runs `copy()`, the others `compute(warpgroup)`; results end up written."""
+    warpgroup = lax.axis_index("warpgroup")
+
+    @pl.when(warpgroup == consumers)
+    def _copying():
+        share_registers(consumers, copying=True)
+        copy()
+
+    @pl.when(warpgroup < consumers)
+    def _computing():
+        share_registers(consumers, copying=False)
+        compute(warpgroup)
+        plgpu.wait_smem_to_gmem(0)
+
+
 def swizzle(dim: int) -> int | None:
     """Bytes in which rows of `dim` 16-bit numbers are interleaved; None if there is no such way."""
     return next((size for size in (128, 64, 32) if dim * 2 % size == 0), None)

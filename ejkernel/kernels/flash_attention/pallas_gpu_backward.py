@@ -204,23 +204,17 @@ class _Backward:
 
     def body(self, refs: dict[str, Any], results: Any, shared: dict[str, Any]) -> None:
         """What every warpgroup does."""
-        warpgroup = lax.axis_index("warpgroup")
         self.refs, self.results = refs, results
         for name, matrices in (("held", self.held), ("moving", self.moving)):
             pairs = zip(shared[name], matrices, strict=True)
             shared[name] = [gpu.bind(self.interpreted, ref, one)[0] for ref, one in pairs]
         self.shared = types.SimpleNamespace(**shared)
 
-        @gpu.pl.when(warpgroup == self.tiles.consumers)
-        def copy():
-            gpu.share_registers(self.tiles.consumers, copying=True)
-            self.each_unit(self.copy_unit)
-
-        @gpu.pl.when(warpgroup < self.tiles.consumers)
-        def compute():
-            gpu.share_registers(self.tiles.consumers, copying=False)
-            self.each_unit(functools.partial(self.compute_unit, warpgroup))
-            gpu.plgpu.wait_smem_to_gmem(0)
+        gpu.divide_roles(
+            self.tiles.consumers,
+            lambda: self.each_unit(self.copy_unit),
+            lambda warpgroup: self.each_unit(functools.partial(self.compute_unit, warpgroup)),
+        )
 
     def each_unit(self, program) -> None:
         """`step = program(lap, step, unit)` for the units of this block."""

@@ -172,7 +172,6 @@ class _Forward:
 
     def body(self, refs: dict[str, Any], out, lse, **shared: Any) -> None:
         """What every warpgroup does."""
-        warpgroup = lax.axis_index("warpgroup")
         self.refs, self.out, self.lse = refs, out, lse
         bind = functools.partial(gpu.bind, self.interpreted)
         for name in ("keys", "values", *(("queries", "results") if self.apart else ())):
@@ -182,20 +181,17 @@ class _Forward:
             shared["queries"], shared["results"] = bind(shared["queries"], *both)
         self.shared = types.SimpleNamespace(**shared)
 
-        @gpu.pl.when(warpgroup == self.tiles.consumers)
-        def copy():
-            gpu.share_registers(self.tiles.consumers, copying=True)
-            self.each_unit(self.copy_unit)
+        gpu.divide_roles(
+            self.tiles.consumers, lambda: self.each_unit(self.copy_unit), self.compute_units
+        )
 
-        @gpu.pl.when(warpgroup < self.tiles.consumers)
-        def compute():
-            gpu.share_registers(self.tiles.consumers, copying=False)
-            if self.tiles.turns:
-                gpu.pl.when(warpgroup == self.tiles.consumers - 1)(
-                    lambda: gpu.plgpu.barrier_arrive(self.shared.turn.at[0])
-                )
-            self.each_unit(functools.partial(self.compute_unit, warpgroup))
-            gpu.plgpu.wait_smem_to_gmem(0)
+    def compute_units(self, warpgroup) -> None:
+        """The units of this block, as one computing warpgroup does them."""
+        if self.tiles.turns:
+            gpu.pl.when(warpgroup == self.tiles.consumers - 1)(
+                lambda: gpu.plgpu.barrier_arrive(self.shared.turn.at[0])
+            )
+        self.each_unit(functools.partial(self.compute_unit, warpgroup))
 
     def each_unit(self, program) -> None:
         """`step = program(lap, step, unit, tiles)` for the units of this block."""

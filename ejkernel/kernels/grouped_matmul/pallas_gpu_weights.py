@@ -132,18 +132,11 @@ class _Weights:
             shared[name] = memory.bind(shared[name])
         self.shared, self.masked = shared, masked
         self.pipe = Pipe(self.tiles.stages, self.engine, here, free)
-        warpgroup, consumers = lax.axis_index("warpgroup"), self.tiles.consumers
-
-        @gpu.pl.when(warpgroup == consumers)
-        def copy():
-            gpu.share_registers(consumers, copying=True)
-            self.each_tile(self.copy_tile)
-
-        @gpu.pl.when(warpgroup < consumers)
-        def compute():
-            gpu.share_registers(consumers, copying=False)
-            self.each_tile(lambda *tile: self.compute_tile(warpgroup, *tile))
-            gpu.plgpu.wait_smem_to_gmem(0)
+        gpu.divide_roles(
+            self.tiles.consumers,
+            lambda: self.each_tile(self.copy_tile),
+            lambda warpgroup: self.each_tile(lambda *tile: self.compute_tile(warpgroup, *tile)),
+        )
 
     def each_tile(self, program) -> None:
         """`step = program(step, group, line, column, start, end)` for the tiles of this block."""
