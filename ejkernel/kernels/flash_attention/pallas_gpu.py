@@ -129,7 +129,7 @@ def _in_registers(tiles: Tiles, inputs: Inputs) -> bool:
         own += 8
     if not pallas_gpu_forward.whole_tiles(inputs):  # where each strip is
         own += 16
-    room = {1: 192, 2: 176, 3: 128 if _unmasked(inputs, tiles.block_k) else 112}
+    room = {1: 192, 2: 176, 3: 128 if _unmasked(inputs, tiles.block_k) else 104}
     return own <= room[tiles.consumers]
 
 
