@@ -90,6 +90,25 @@ def test_slots_of_combined_pages_that_no_query_sees_never_leak():
 
 
 @pytest.mark.tpu
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_caches_of_eight_bits_with_traced_scales(dtype):
+    """As XLA computes them, whatever lies where no query looks."""
+    used, scale = used_slots(), jnp.array([0.5, 2.0])
+    pages = [x.astype(dtype) for x in (KEYS, VALUES)]
+    dirty = [poisoned(x.astype(jnp.float32), used).astype(dtype) for x in pages]
+
+    def run(platform, pages, k_scale, v_scale):
+        return ragged_page_attention_v3(
+            *(QUERY, *pages, CU_Q, CU_K, TABLE), k_scale=k_scale, v_scale=v_scale, platform=platform
+        )
+
+    expected = jax.jit(run, static_argnums=0)("xla", pages, scale, scale[0])
+    with interpreted():
+        found = jax.jit(run, static_argnums=0)("pallas", dirty, scale, scale[0])
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.tpu
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_slots_that_no_token_is_written_to_stay_as_they_are(layout):
     """The cache comes back with the new tokens and is otherwise the same, NaN for NaN."""
