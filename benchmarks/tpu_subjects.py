@@ -4,7 +4,7 @@ Arrays are large enough that the compiler leaves them in main memory, as it does
 """
 
 import functools
-import importlib
+import importlib.util
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -102,6 +102,16 @@ def _splash(package: str, block_q: int, block_k: int, causal: bool, backward: bo
     return jax.grad(lambda x: run(*x).astype(jnp.float32).sum()), arrays
 
 
+def _tokamax(block_q: int, block_k: int, causal: bool) -> Any:
+    package = "tokamax._src.ops.experimental.tpu.splash_attention."
+    peer = importlib.import_module(package + "splash_attention_kernel")
+    masks = importlib.import_module(package + "splash_attention_mask")
+    mask = (masks.CausalMask if causal else masks.FullMask)((LENGTH, LENGTH))
+    config = peer.SplashConfig(block_q=block_q, block_kv=block_k, block_kv_compute=block_k)
+    run = peer.make_splash_mha_single_device(mask, config=config)
+    return lambda x: run(*x), (_array(HEADS, LENGTH, WIDTH),) * 3
+
+
 def _sizes() -> jax.ShapeDtypeStruct:
     return _array(EXPERTS, dtype=jnp.int32)
 
@@ -191,3 +201,16 @@ SUBJECTS: dict[str, Subject] = {
     "grouped_gradient.ours": Subject(_grouped_gradient, _FULL),
     "grouped_gradient.megablox": Subject(_megablox_gradient, _FULL),
 }
+if importlib.util.find_spec("tokamax"):
+    SUBJECTS |= {
+        "flash_512x512.tokamax": Subject(lambda: _tokamax(512, 512, False), _FULL),
+        "flash_512x1024.tokamax": Subject(
+            lambda: _tokamax(512, 1024, False), {"full": Part({0: 1}, 2)}
+        ),
+        "flash_1024x1024.tokamax": Subject(
+            lambda: _tokamax(1024, 1024, False), {"full": Part({0: 1}, 4)}
+        ),
+        "flash_causal.tokamax": Subject(
+            lambda: _tokamax(512, 512, True), {"full": Part({0: 1}), "partial": Part({1: 1})}
+        ),
+    }
