@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ejkernel.kernels.common.precision import precision
+from ejkernel.kernels.common.precision import tile_product
 
 # Stands for -inf, with which a sum of products with zeros would not be a number.
 _LEAST = -1e30
@@ -62,13 +62,7 @@ def levels_of(tokens: int) -> int:
 
 def dot(left: jax.Array, right: jax.Array, axes: tuple[int, int], dtype: Any) -> jax.Array:
     """A matmul that takes its operands in `dtype` and adds up in float32."""
-    return lax.dot_general(
-        left.astype(dtype),
-        right.astype(dtype),
-        (((axes[0],), (axes[1],)), ((), ())),
-        precision=precision() if dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
-    )
+    return tile_product(left.astype(dtype), right.astype(dtype), axes)
 
 
 def split(x: jax.Array, exact: bool) -> list[jax.Array]:

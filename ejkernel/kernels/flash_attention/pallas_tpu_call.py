@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel import settings
 from ejkernel.kernels.common import dropout
-from ejkernel.kernels.common.precision import precision
+from ejkernel.kernels.common.precision import tile_product
 from ejkernel.kernels.common.tile_list import TileList, tile_list
 from ejkernel.kernels.common.tpu_mask import TileMask
 from ejkernel.kernels.flash_attention.inputs import Inputs, Spec
@@ -400,10 +400,4 @@ def _line(size: int, axis: int) -> tuple[int, int]:
 
 def product(left: jax.Array, right: jax.Array, *, transpose_right: bool = False) -> jax.Array:
     """`left @ right`, or with the right one transposed, accumulated in float32."""
-    return jax.lax.dot_general(
-        left,
-        right,
-        (((1,), (1 if transpose_right else 0,)), ((), ())),
-        precision=precision() if left.dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
-    )
+    return tile_product(left, right, (1, 1 if transpose_right else 0))

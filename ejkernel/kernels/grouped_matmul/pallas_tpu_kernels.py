@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from ejkernel import settings
-from ejkernel.kernels.common.precision import precision
+from ejkernel.kernels.common.precision import tile_product
 from ejkernel.kernels.grouped_matmul.layout import Layout
 from ejkernel.kernels.grouped_matmul.row_tiles import FIRST, FLAGS, LAST, STATE, row_tiles
 from ejkernel.types.block_map import EMPTY, FULL
@@ -315,13 +315,7 @@ def dot(left: jax.Array, right: jax.Array, axes: tuple[int, int]) -> jax.Array:
         else:
             parts = [(left, part) for part in _halves(right)]
         return dot(*parts[0], axes) + dot(*parts[1], axes)
-    return jax.lax.dot_general(
-        left,
-        right,
-        (((axes[0],), (axes[1],)), ((), ())),
-        precision=precision() if left.dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
-    )
+    return tile_product(left, right, axes)
 
 
 def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
