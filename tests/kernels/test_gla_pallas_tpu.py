@@ -98,4 +98,4 @@ def test_states_that_vmem_cannot_hold_are_refused_in_words():
     reason = pallas_tpu.why_not_forward(
         Inputs(shape, shape, shape), Spec(softmax_scale=1.0), Device("tpu", "TPU v4", None, "")
     )
-    assert reason == "has no room in VMEM for states so large"
+    assert reason == "has no room in VMEM for heads so large or so many on a key head"

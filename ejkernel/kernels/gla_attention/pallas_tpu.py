@@ -4,7 +4,6 @@
 """
 
 import itertools
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -13,7 +12,7 @@ from ejkernel.kernels.common.tpu_recurrence import levels_of
 from ejkernel.kernels.gla_attention import pallas_tpu_kernels
 from ejkernel.kernels.gla_attention.config import GLAttentionConfig
 from ejkernel.kernels.gla_attention.inputs import Inputs, Outputs, Spec, sequences
-from ejkernel.kernels.gla_attention.pallas_tpu_call import Size
+from ejkernel.kernels.gla_attention.pallas_tpu_call import Size, columnwise, together
 from ejkernel.kernels.gla_attention.xla import Residuals
 from ejkernel.ops.implementation import Implementation, Pass
 from ejkernel.ops.platform import Device
@@ -62,7 +61,7 @@ def _heuristic(inputs: Inputs, device: Device | None, backward: bool) -> GLAtten
 
 def _fitting(inputs: Inputs, device: Device | None, backward: bool) -> Size | None:
     """Heads are given up before tokens, which the matmuls need more."""
-    longest = 64 if _columnwise(inputs) else 128
+    longest = 64 if columnwise(inputs) else 128
     chunks = [c for c in (256, 128, 64, 32, 16) if c <= longest]
     for chunk, heads in itertools.product(chunks, (_HEADS, 2, 1)):
         size = _clipped(inputs, chunk, heads)
@@ -86,11 +85,6 @@ def _clipped(inputs: Inputs, chunk: int, heads: int) -> Size:
     )
 
 
-def _columnwise(inputs: Inputs) -> bool:
-    """Whether some decays are columns' own, which costs a matmul for each doubling of a chunk."""
-    return any(x is not None and x.shape[-1] > 1 for x in (inputs.gate, inputs.gv))
-
-
 def _limit(estimate: int) -> int:
     """What to ask the compiler for: it needs some for itself."""
     return max(16 * MEBIBYTE, int(estimate / _SHARE * 0.9))
@@ -106,8 +100,7 @@ def vmem_of_step(inputs: Inputs, size: Size, backward: bool = False) -> int:
 
     blocks = tokens(dtype, group + 1, width) + tokens(dtype, group + 1, columns) + 2 * state
     arrays, work, tables = 10 if backward else 6, 4 * state, 0
-    decayed: list[tuple[Any, int]] = [(inputs.gate, width), (inputs.gv, columns)]
-    for decays, d in decayed:
+    for decays, d in ((inputs.gate, width), (inputs.gv, columns)):
         if decays is not None and decays.shape[-1] > 1:
             levels = levels_of(chunk)
             arrays += (3 if backward else 1) * levels
@@ -119,7 +112,8 @@ def vmem_of_step(inputs: Inputs, size: Size, backward: bool = False) -> int:
     if backward:
         blocks, work = 2 * blocks + state, 2 * work
     work += arrays * tokens(float32, group, max(width, columns, chunk))
-    return 2 * (size.heads * blocks + tables) + size.heads * state + min(size.heads, 2) * work
+    work *= together(inputs, size.heads)
+    return 2 * (size.heads * blocks + tables) + size.heads * state + work
 
 
 def why_not_forward(inputs: Inputs, spec: Spec, device: Device) -> str | None:
@@ -141,7 +135,7 @@ def _why_not(inputs: Inputs, device: Device, backward: bool) -> str | None:
         return f"needs decays and states of float32 or bfloat16, got {', '.join(sorted(others))}"
     size = _fitting(inputs, device, backward)
     if size is None:
-        return "has no room in VMEM for states so large"
+        return "has no room in VMEM for heads so large or so many on a key head"
     if inputs.cu_seqlens is not None:
         batch, tokens, *_ = inputs.key.shape
         chunks = batch * -(-(tokens + sequences(inputs) * (size.chunk - 1)) // size.chunk)

@@ -9,6 +9,7 @@ while the state stays in VMEM; each holds tokens of one sequence only. Calls tha
 token to the first come turned round.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
@@ -26,14 +27,22 @@ from ejkernel.kernels.common.tpu_recurrence_step import Chunk
 from ejkernel.kernels.gla_attention.inputs import Inputs, Spec, sequences
 from ejkernel.ops.meshes import result_shape
 
-_TOGETHER = 2  # key heads whose work the compiler may interleave
-
 
 class Size(NamedTuple):
     """What a step works on."""
 
     chunk: int
     heads: int  # key heads
+
+
+def columnwise(inputs: Inputs) -> bool:
+    """Whether some decays are columns' own, which costs a matmul for each doubling of a chunk."""
+    return inputs.gv is not None or (inputs.gate is not None and inputs.gate.shape[-1] > 1)
+
+
+def together(inputs: Inputs, heads: int) -> int:
+    """How many of a step's key heads the compiler may interleave; with more, registers spill."""
+    return math.gcd(heads, 2 if columnwise(inputs) else 4)
 
 
 class Operand(NamedTuple):
@@ -169,7 +178,7 @@ class Call:
             operands["decays"] = self.of_decays()
         if self.inputs.gv is not None:
             operands["value_decays"] = self.of_tokens(self.inputs.gv)
-        if self.inputs.gv is not None or (self.decays is not None and not self.uniform):
+        if columnwise(self.inputs):
             table = tpu_recurrence.tables(self.size.chunk)
             operands["sums"] = self.of_table(table)
             if self.backwards:
@@ -190,16 +199,16 @@ class Call:
 
     def over_heads(self, visit: Callable[[Any], None]) -> None:
         """`visit` every key head of the block."""
-        together = _TOGETHER if self.size.heads % _TOGETHER == 0 else 1
+        count = together(self.inputs, self.size.heads)
 
         def some(index: Any, _: None) -> None:
-            for place in range(together):
-                visit(index * together + place)
+            for place in range(count):
+                visit(index * count + place)
 
-        if self.size.heads == together:
+        if self.size.heads == count:
             some(0, None)
         else:
-            lax.fori_loop(0, self.size.heads // together, some, None)
+            lax.fori_loop(0, self.size.heads // count, some, None)
 
     def rows_of(self, ref: Any, head: Any) -> jax.Array:
         """[g * c, d]: the query heads of a key head."""
