@@ -23,6 +23,7 @@ from ejkernel.types.block_map import EMPTY, FULL
 
 UNIT = 512
 STRIP = 128
+LEAST_ROWS = 16
 
 
 class Blocks(NamedTuple):
@@ -53,6 +54,7 @@ def times_weights(
     blocks: Blocks,
 ) -> Float[Array, "m d"]:
     """Each row times its weight, contracted with this axis of it; 0 for rows without a weight."""
+    count, rows = rows.shape[0], _padded(rows)
     (total, depth), columns = rows.shape, weights.shape[3 - axis]
     tiles = row_tiles(layout, total, blocks.rows)
     parts = -(-depth // blocks.depth)
@@ -91,7 +93,12 @@ def times_weights(
             disable_bounds_checks=True,  # the list names no block that is not there
         ),
         interpret=settings.interpret(),
-    )(*tiles.scalars(), rows, weights)
+    )(*tiles.scalars(), rows, weights)[:count]
+
+
+def _padded(rows: jax.Array) -> jax.Array:
+    """At least a tile of memory's rows: the compiler has layouts of its own for fewer."""
+    return jnp.pad(rows, ((0, max(0, LEAST_ROWS - rows.shape[0])), (0, 0)))
 
 
 class _RowsCall(NamedTuple):
@@ -202,6 +209,7 @@ def rows_times_rows(
 
     The result has blocks of `blocks.depth` by `blocks.columns`.
     """
+    left, right = _padded(left), _padded(right)
     total, shape = left.shape[0], (left.shape[1], right.shape[1])
     tiles = row_tiles(layout, total, blocks.rows, by_weight=True)
     block = (blocks.depth, blocks.columns)
