@@ -59,7 +59,7 @@ def workloads_of(name: str) -> Any:
 def chosen(hardware: str, workloads: list[Workload]) -> list[str]:
     """The workloads that stand for all the others."""
     core = [x.name for x in workloads if "core" in x.tags]
-    return core[-2:] if hardware == "tpu" else core
+    return core[-1:] if hardware == "tpu" else core
 
 
 def all_cases(thorough: bool = True, distinct: bool = False) -> list[Any]:
@@ -68,9 +68,9 @@ def all_cases(thorough: bool = True, distinct: bool = False) -> list[Any]:
     TPU kernels are interpreted where there is no TPU.
 
     Where not `thorough`, what is no core workload is marked slow; interpreters are slow, so that
-    of TPU kernels only the last two core workloads, the fullest, are not. Where `distinct`, so is
-    what the code of another op serves, whose workloads stand for it; of TPU kernels always, but for
-    those core workloads.
+    of TPU kernels only the last core workload, the fullest, is not. Where `distinct`, so is what
+    the code of another op serves, whose workloads stand for it; of TPU kernels, where not
+    `thorough`, always, and else but for that core workload.
     """
     cases = []
     for name in OPS:
@@ -83,7 +83,8 @@ def all_cases(thorough: bool = True, distinct: bool = False) -> list[Any]:
                 borrowed = f".{name}." not in str(source.where)
                 core = thorough and not (borrowed and hardware == "tpu")
                 core = core or workload.name in chosen(hardware, calls)
-                if not core or (distinct and borrowed):
+                apart = distinct or (hardware == "tpu" and not thorough)
+                if not core or (apart and borrowed):
                     marks.append(pytest.mark.slow)
                 case = Case(op, source, workload)
                 cases.append(pytest.param(case, id=case.name, marks=marks))
