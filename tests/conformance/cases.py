@@ -62,7 +62,9 @@ def chosen(hardware: str, workloads: list[Workload]) -> list[str]:
     return core[-1:] if hardware == "tpu" else core
 
 
-def all_cases(thorough: bool = True, distinct: bool = False) -> list[Any]:
+def all_cases(
+    thorough: bool = True, distinct: bool = False, interpreted: bool = False
+) -> list[Any]:
     """Every case as a pytest parameter; those of other hardware carry its mark.
 
     TPU kernels are interpreted where there is no TPU.
@@ -70,7 +72,8 @@ def all_cases(thorough: bool = True, distinct: bool = False) -> list[Any]:
     Where not `thorough`, what is no core workload is marked slow; interpreters are slow, so that
     of TPU kernels only the last core workload, the fullest, is not. Where `distinct`, so is what
     the code of another op serves, whose workloads stand for it; of TPU kernels, where not
-    `thorough`, always, and else but for that core workload.
+    `thorough`, always, and else but for that core workload. Where `interpreted`, of TPU kernels only
+    core workloads are not slow.
     """
     cases = []
     for name in OPS:
@@ -82,6 +85,8 @@ def all_cases(thorough: bool = True, distinct: bool = False) -> list[Any]:
                 marks = [getattr(pytest.mark, hardware)] if hardware in ("gpu", "tpu") else []
                 borrowed = f".{name}." not in str(source.where)
                 core = thorough and not (borrowed and hardware == "tpu")
+                if interpreted and hardware == "tpu":
+                    core = core and "core" in workload.tags
                 core = core or workload.name in chosen(hardware, calls)
                 apart = distinct or (hardware == "tpu" and not thorough)
                 if not core or (apart and borrowed):

@@ -75,7 +75,11 @@ CALLS = (
 
 
 @pytest.mark.tpu
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.bfloat16],
+    ids=["exact", "half"],
+)
 @pytest.mark.parametrize("workload", CALLS, ids=lambda workload: workload.name)
 def test_many_tiles_give_what_the_reference_defines(workload, dtype):
     call = lambda seed: default_executor().invocation(flash_attention, **workload.build(seed))
