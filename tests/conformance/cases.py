@@ -72,8 +72,8 @@ def all_cases(
     Where not `thorough`, what is no core workload is marked slow; interpreters are slow, so that
     of TPU kernels only the last core workload, the fullest, is not. Where `distinct`, so is what
     the code of another op serves, whose workloads stand for it; of TPU kernels, where not
-    `thorough`, always, and else but for that core workload. Where `interpreted`, of TPU kernels only
-    core workloads are not slow.
+    `thorough`, always, and else but for that core workload. Where `interpreted`, only the core
+    workloads of TPU kernels are not slow.
     """
     cases = []
     for name in OPS:
