@@ -6,6 +6,9 @@ VENV ?= .venv
 TESTS ?= tests ejkernel
 MARKS ?= not gpu and not tpu and not slow
 WORKERS ?= auto
+# What `make test-gpu` runs with all it needs, and `make test` therefore leaves to it.
+GPU_TESTS := tests/kernels/test_*_triton.py tests/kernels/test_*_pallas_gpu.py tests/kernels/test_*_cuda.py
+APART := $(GPU_TESTS:%=--ignore-glob="%")
 
 bin := $(VENV)/bin
 pip := $(bin)/python -m pip --disable-pip-version-check
@@ -25,7 +28,7 @@ demo: $(stamp)-package
 	$(bin)/ejkernel demo
 
 test: $(stamp)-test
-	$(bin)/python -m pytest $(TESTS) -m "$(MARKS)" -n $(WORKERS) --maxprocesses 8 -q
+	$(bin)/python -m pytest $(TESTS) -m "$(MARKS)" -n $(WORKERS) --maxprocesses 8 -q $(APART)
 
 # Kernels for TPUs, interpreted for their numbers and compiled by libtpu for every generation.
 test-tpu: $(stamp)-tpu
@@ -36,8 +39,7 @@ test-tpu: $(stamp)-tpu
 # for an H200. On a GPU, `pytest -m gpu` runs the rest.
 test-gpu: $(stamp)-gpu
 	PYTHONPATH=$(VENV)/cuda JAX_PLATFORMS=cpu \
-		$(bin)/python -m pytest tests/kernels/test_*_triton.py tests/kernels/test_*_pallas_gpu.py \
-		tests/kernels/test_*_cuda.py -m "$(MARKS)" -n $(WORKERS) --maxprocesses 8 -q
+		$(bin)/python -m pytest $(GPU_TESTS) -m "$(MARKS)" -n $(WORKERS) --maxprocesses 8 -q
 
 lint: $(stamp)-dev
 	$(bin)/ruff check .

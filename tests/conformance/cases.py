@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import importlib
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +63,9 @@ def chosen(hardware: str, workloads: list[Workload]) -> list[str]:
 
 
 def all_cases(
-    thorough: bool = True, distinct: bool = False, interpreted: bool = False
+    thorough: bool = True,
+    distinct: bool = False,
+    interpreted: Literal["all", "core", "none"] = "all",
 ) -> list[Any]:
     """Every case as a pytest parameter; those of other hardware carry its mark.
 
@@ -72,8 +74,8 @@ def all_cases(
     Where not `thorough`, what is no core workload is marked slow; interpreters are slow, so that
     of TPU kernels only the last core workload, the fullest, is not. Where `distinct`, so is what
     the code of another op serves, whose workloads stand for it; of TPU kernels, where not
-    `thorough`, always, and else but for that core workload. Where `interpreted`, only the core
-    workloads of TPU kernels are not slow.
+    `thorough`, always, and else but for that core workload. `interpreted` says which of those that
+    are left of TPU kernels are not slow.
     """
     cases = []
     for name in OPS:
@@ -85,10 +87,10 @@ def all_cases(
                 marks = [getattr(pytest.mark, hardware)] if hardware in ("gpu", "tpu") else []
                 borrowed = f".{name}." not in str(source.where)
                 core = thorough and not (borrowed and hardware == "tpu")
-                if interpreted and hardware == "tpu":
-                    core = core and "core" in workload.tags
                 core = core or workload.name in chosen(hardware, calls)
                 apart = distinct or (hardware == "tpu" and not thorough)
+                if interpreted != "all" and hardware == "tpu":
+                    core = core and interpreted == "core" and "core" in workload.tags
                 if not core or (apart and borrowed):
                     marks.append(pytest.mark.slow)
                 case = Case(op, source, workload)

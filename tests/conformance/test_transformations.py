@@ -12,13 +12,15 @@ from ejkernel.cli.oracle import GRADIENT_FLOOR, VALUE_FLOOR, with_gradients
 from ejkernel.ops import axes, executor
 from ejkernel.ops.executor import Request
 
+CASES = all_cases(thorough=False, distinct=True, interpreted="none")
+
 
 def runner(call, **request):
     wanted = Request(platform=call.platform, **request)
     return lambda inputs: executor.run(call.op, inputs, call.spec, wanted)
 
 
-@pytest.mark.parametrize("case", all_cases(thorough=False, distinct=True))
+@pytest.mark.parametrize("case", CASES)
 def test_vmap_equals_a_loop(case):
     calls = [case.call(seed=seed) for seed in (0, 1)]
     served(case, calls[0], "forward", "backward")
@@ -31,7 +33,7 @@ def test_vmap_equals_a_loop(case):
         assert_same([g[i] for g in gradients], one_gradients, GRADIENT_FLOOR, "gradient")
 
 
-@pytest.mark.parametrize("case", all_cases(thorough=False, distinct=True))
+@pytest.mark.parametrize("case", CASES)
 def test_vmap_over_the_query_alone_equals_a_loop(case):
     call, other = case.call(seed=0), case.call(seed=1)
     served(case, call, "forward", "backward")
@@ -49,7 +51,7 @@ def test_vmap_over_the_query_alone_equals_a_loop(case):
         assert_same([g[i] for g in gradients], one_gradients, GRADIENT_FLOOR, "gradient")
 
 
-@pytest.mark.parametrize("case", all_cases(thorough=False, distinct=True))
+@pytest.mark.parametrize("case", CASES)
 def test_jit_and_remat_change_nothing(case):
     call = case.call()
     served(case, call, "forward", "backward")
@@ -64,7 +66,7 @@ def test_jit_and_remat_change_nothing(case):
         assert_same(gradients, plain[1], GRADIENT_FLOOR, "gradient")
 
 
-@pytest.mark.parametrize("case", all_cases(thorough=False, distinct=True))
+@pytest.mark.parametrize("case", CASES)
 def test_a_mesh_changes_nothing(case):
     """Batch over two devices, heads over four, with specs for the first three arrays alone."""
     if len(jax.devices()) < 8:
