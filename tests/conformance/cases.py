@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import importlib
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +65,7 @@ def chosen(hardware: str, workloads: list[Workload]) -> list[str]:
 def all_cases(
     thorough: bool = True,
     distinct: bool = False,
-    interpreted: Literal["all", "core", "none"] = "all",
+    interpreted: bool = True,
 ) -> list[Any]:
     """Every case as a pytest parameter; those of other hardware carry its mark.
 
@@ -74,8 +74,8 @@ def all_cases(
     Where not `thorough`, what is no core workload is marked slow; interpreters are slow, so that
     of TPU kernels only the last core workload, the fullest, is not. Where `distinct`, so is what
     the code of another op serves, whose workloads stand for it; of TPU kernels, where not
-    `thorough`, always, and else but for that core workload. `interpreted` says which of those that
-    are left of TPU kernels are not slow.
+    `thorough`, always, and else but for that core workload. Where not `interpreted`, all those of
+    TPU kernels are slow, which have tests of their own beside these.
     """
     cases = []
     for name in OPS:
@@ -89,8 +89,7 @@ def all_cases(
                 core = thorough and not (borrowed and hardware == "tpu")
                 core = core or workload.name in chosen(hardware, calls)
                 apart = distinct or (hardware == "tpu" and not thorough)
-                if interpreted != "all" and hardware == "tpu":
-                    core = core and interpreted == "core" and "core" in workload.tags
+                core = core and (interpreted or hardware != "tpu")
                 if not core or (apart and borrowed):
                     marks.append(pytest.mark.slow)
                 case = Case(op, source, workload)

@@ -12,7 +12,7 @@ from ejkernel.cli.oracle import GRADIENT_FLOOR, VALUE_FLOOR, with_gradients
 from ejkernel.ops import axes, executor
 from ejkernel.ops.executor import Request
 
-CASES = all_cases(thorough=False, distinct=True, interpreted="none")
+CASES = all_cases(thorough=False, distinct=True, interpreted=False)
 
 
 def runner(call, **request):
