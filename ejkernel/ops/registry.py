@@ -12,7 +12,7 @@ class KernelRegistry:
     """Every op by name, with its implementations in order of preference.
 
     >>> from ejkernel import kernel_registry
-    >>> [s.platform.value for s in kernel_registry.list_implementations("grouped_matmul")]
+    >>> [s.platform.value for s in kernel_registry.list_implementations("mean_pooling")]
     ['xla']
     """
 
