@@ -11,6 +11,7 @@ from ejkernel.ops.platform import Backend, Platform
 class KernelRegistry:
     """Every op by name, with its implementations in order of preference.
 
+    >>> import ejkernel.modules
     >>> from ejkernel import kernel_registry
     >>> [s.platform.value for s in kernel_registry.list_implementations("mean_pooling")]
     ['xla']
