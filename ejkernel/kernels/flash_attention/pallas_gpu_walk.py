@@ -273,8 +273,3 @@ def _padded(numbers: jax.Array, size: int, fill: int) -> jax.Array:
     """[b', size] from [..., length]."""
     numbers = numbers.reshape(-1, numbers.shape[-1]).astype(jnp.int32)
     return jnp.pad(numbers, ((0, 0), (0, size - numbers.shape[1])), constant_values=fill)
-
-
-def flat(x: Any) -> jax.Array:
-    """An array as one row of numbers, which a kernel indexes by hand."""
-    return jnp.asarray(x).reshape(-1)

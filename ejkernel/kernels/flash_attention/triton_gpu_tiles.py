@@ -171,7 +171,7 @@ def _clause(
     mode: tl.constexpr, t: tl.constexpr,
 ):  # fmt: skip
     """Which pairs one clause of the mask allows: bounds for the keys, and marks that must match."""
-    # A function, since in a loop a constant cannot change; for the same reason none is named here.
+    # A function, since a constant that is named in a loop cannot change; the loop below names none.
     slot: tl.constexpr = clause * (mode.has_low + mode.has_high + mode.matches)
     matches: tl.constexpr = mode.matches
     allowed = k_real
