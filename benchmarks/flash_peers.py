@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from programs import torch_seconds_of
 
 Attention = Callable[..., jax.Array]
 
@@ -141,25 +142,12 @@ class Torch:
         rest = self._torch.autograd.grad(out, self._tensors, self._d_out) if self._backward else ()
         return [jnp.from_dlpack(x.detach().transpose(1, 2).contiguous()) for x in (out, *rest)]
 
-    def seconds(self, call: Callable, samples: int, at_least: float) -> float:
-        """The median of several samples, each long enough to hide the clock."""
-        torch = self._torch
+    def seconds(self, call: Callable) -> float:
+        """Of one call among many."""
 
         def run() -> None:
             out = call()
             if self._backward:
-                torch.autograd.grad(out, self._tensors, self._d_out)
+                self._torch.autograd.grad(out, self._tensors, self._d_out)
 
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-        def sample(repeats: int) -> float:
-            begin.record()
-            for _ in range(repeats):
-                run()
-            end.record()
-            torch.cuda.synchronize()
-            return begin.elapsed_time(end) / 1e3 / repeats
-
-        sample(2)
-        repeats = max(3, int(at_least / sample(3)))
-        return float(np.median([sample(repeats) for _ in range(samples)]))
+        return torch_seconds_of(run)

@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from programs import in_turns, seconds_of, torch_seconds_of
 
 from ejkernel.modules import grouped_matmul
 from ejkernel.ops import default_executor, policy_override
@@ -162,37 +163,8 @@ def torch_peer(which: str, arrays: tuple[jax.Array, ...]) -> Callable | None:
     return lambda: torch._grouped_mm(rows.transpose(0, 1), d_out, offs=offsets)
 
 
-def seconds_of(run: Callable, at_least: float = 0.03) -> float:
-    """Seconds of one call among many back to back, all of which are queued before one wait."""
-    begin = time.perf_counter()
-    jax.block_until_ready([run() for _ in range(2)])
-    repeats = max(2, min(200, int(at_least / max((time.perf_counter() - begin) / 2, 1e-6))))
-    begin = time.perf_counter()
-    for _ in range(repeats):
-        out = run()
-    jax.block_until_ready(out)
-    return (time.perf_counter() - begin) / repeats
-
-
-def torch_seconds_of(run: Callable, at_least: float = 0.03) -> float:
-    """The same of a call of torch, by its events."""
-    import torch  # type: ignore[import-not-found]
-
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-    def several(count: int) -> float:
-        begin.record()
-        for _ in range(count):
-            run()
-        end.record()
-        torch.cuda.synchronize()
-        return begin.elapsed_time(end) / 1e3 / count
-
-    return several(max(2, min(200, int(at_least / max(several(2), 1e-6)))))
-
-
 def measure(
-    case: Case, which: str, arrays: tuple, platforms: list[str], peers: list[str], samples: int = 5
+    case: Case, which: str, arrays: tuple, platforms: list[str], peers: list[str]
 ) -> dict[str, Any]:
     """Every implementation of one pass: milliseconds, TFLOP/s, errors, or why there are none."""
     calls: dict[str, Callable] = {}
@@ -212,18 +184,16 @@ def measure(
             results[name] = checked(case, which, arrays, run)
         except Exception as failure:  # one that cannot serve must not end the others
             results[name] = {"failed": f"{type(failure).__name__}: {failure}"[:300]}
-    times: dict[str, list[float]] = {}
-    for _ in range(samples):
-        for name, run in calls.items():
-            if "error" in results[name]:
-                timer = timers.get(name) or functools.partial(seconds_of, run)
-                times.setdefault(name, []).append(timer())
+    right = [name for name, result in results.items() if "error" in result]
+    times = in_turns(
+        {name: timers.get(name) or functools.partial(seconds_of, calls[name]) for name in right}
+    )
     work = 2 * int(np.sum(case.sizes())) * case.k * case.n
     for name, found in times.items():
-        seconds = sorted(found)[len(found) // 2]
+        seconds = found[len(found) // 2]
         result = results[name]
         result |= {"ms": 1e3 * seconds, "tflops": work / seconds / 1e12}
-        result["best tflops"] = work / min(found) / 1e12
+        result["best tflops"] = work / found[0] / 1e12
         if case.few:
             result["weights TB/s"] = arrays[1].nbytes / seconds / 1e12
     for name, result in results.items():

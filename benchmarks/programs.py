@@ -1,4 +1,4 @@
-"""Programs that are compiled together, within a time, and timed one by one."""
+"""Programs that are compiled together, within a time, and timed in turns."""
 
 import concurrent.futures
 import contextlib
@@ -9,22 +9,48 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import numpy as np
 
 
-def seconds_of(run: Callable, *args: Any, samples: int = 5, at_least: float = 0.03) -> float:
-    """Seconds of one call among many back to back; the median of several samples."""
-    jax.block_until_ready(run(*args))
+def seconds_of(run: Callable, at_least: float = 0.03) -> float:
+    """Seconds of one call among many back to back, all of which are queued before one wait."""
+    begin = time.perf_counter()
+    jax.block_until_ready([run() for _ in range(2)])
+    repeats = max(2, min(200, int(at_least / max((time.perf_counter() - begin) / 2, 1e-6))))
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        out = run()
+    jax.block_until_ready(out)
+    return (time.perf_counter() - begin) / repeats
 
-    def sample(repeats: int) -> float:
-        begin = time.perf_counter()
-        for _ in range(repeats):
-            out = run(*args)
-        jax.block_until_ready(out)
-        return (time.perf_counter() - begin) / repeats
 
-    repeats = max(3, int(at_least / max(sample(3), 1e-6)))
-    return float(np.median([sample(repeats) for _ in range(samples)]))
+def torch_seconds_of(run: Callable, at_least: float = 0.03) -> float:
+    """The same of a call of torch, by its events."""
+    import torch  # type: ignore[import-not-found]
+
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def several(count: int) -> float:
+        begin.record()
+        for _ in range(count):
+            run()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / 1e3 / count
+
+    return several(max(2, min(200, int(at_least / max(several(2), 1e-6)))))
+
+
+def in_turns(timers: dict[Any, Callable[[], float]], rounds: int = 5) -> dict[Any, list[float]]:
+    """Seconds by each timer, several times, in ascending order.
+
+    A card that has been busy for a second runs slower than one that has not, so that all who take
+    part are timed in turns.
+    """
+    found: dict[Any, list[float]] = {name: [] for name in timers}
+    for _ in range(rounds):
+        for name, timer in timers.items():
+            found[name].append(timer())
+    return {name: sorted(seconds) for name, seconds in found.items()}
 
 
 @contextlib.contextmanager

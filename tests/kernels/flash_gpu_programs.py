@@ -65,9 +65,9 @@ def _documents(rows=2, length=4096, count=7):
     return jnp.asarray(ids, jnp.int32)
 
 
-def _packed():
+def _packed(documents=None):
     ids = _documents()
-    return Segments(ids, ids) & CAUSAL
+    return Segments(ids, ids, documents) & CAUSAL
 
 
 def _random_mask():
@@ -80,6 +80,7 @@ FEATURES = {
     "causal": lambda: {"mask": CAUSAL},
     "window": lambda: {"mask": Band(-1023, 0)},
     "packed": lambda: {"mask": _packed()},
+    "documents": lambda: {"mask": _packed(8)},
     "chunks": lambda: {"mask": Chunks(512)},
     "lengths": lambda: {"mask": KeyLength(jnp.array([3000, 100])) & CAUSAL},
     "dense": lambda: {"mask": _random_mask()},
@@ -113,7 +114,7 @@ def backward_program(params, feature, **dims):
 
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 # Everywhere; the other features only where most models are, with head dim 128.
-DIFFERENT = ("full", "causal", "packed", "soft_cap", "dropout", "odd")
+DIFFERENT = ("full", "causal", "packed", "documents", "soft_cap", "dropout", "odd")
 
 
 def _programs():

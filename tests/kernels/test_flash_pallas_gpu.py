@@ -45,6 +45,8 @@ def _random_mask(*shape):
 
 
 PACKED = Segments(_ids(70, 45, 100, -25), _ids(70, 45, 100, -25))
+_LAID = _ids(70, 45, 1, 100, -24)
+DOCUMENTS = Segments(_LAID, _LAID, documents=8)
 RULES = {
     "everything": Everything(),
     "causal": Band(None, 0),
@@ -53,6 +55,7 @@ RULES = {
     "window": Band(-40, 3),
     "rows_apart": Band(None, jnp.array([5, -60])),
     "packed": PACKED & Band(None, 0),
+    "documents": DOCUMENTS & Band(-60, 0),
     "positions": Band(-30, 0, jnp.arange(240, dtype=jnp.int32)[None] // 2 * 2),
     "chunks": Chunks(48, 7, 3),
     "lengths": KeyLength(jnp.array([100, 0])) & QueryLength(130),

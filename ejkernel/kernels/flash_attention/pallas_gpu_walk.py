@@ -246,6 +246,10 @@ def _visibility(rule, q_len, kv_len, q_size, kv_size) -> Visibility:
             uppers.append(near(part.length) - 1)
         elif isinstance(part, QueryLength):
             uppers.append(jnp.where(query < near(part.length), _FAR, -1))
+        elif isinstance(part, Segments) and part.documents is not None:
+            first, last = _documents(part, q_size)
+            lowers.append(first)
+            uppers.append(last)
         elif isinstance(part, Segments | TokenTypes):
             q_numbers, kv_numbers = part._values()
             kv_numbers = _padded(kv_numbers, kv_size, _NO_KEY)
@@ -267,6 +271,19 @@ def _visibility(rule, q_len, kv_len, q_size, kv_size) -> Visibility:
     spread = lambda x: jnp.broadcast_to(x, (x.shape[0], q_size))
     bound = lambda these, choose: spread(functools.reduce(choose, these)) if these else None
     return Visibility(bound(lowers, jnp.maximum), bound(uppers, jnp.minimum), tuple(pairs), dense)
+
+
+def _documents(part: Segments, size: int) -> tuple[jax.Array, jax.Array]:
+    """The first and the last token of the document of each token; of padding none.
+
+    Two bounds of a row are read once, where the ids of keys would be read with every tile.
+    """
+    ids = _padded(part.q_ids, size, -1)
+    number = jnp.arange(part.documents, dtype=jnp.int32)  # pyright: ignore[reportArgumentType]
+    lengths = (ids[:, None] == number[:, None]).sum(-1, dtype=jnp.int32)[:, None]  # [b', 1, m]
+    before = jnp.where(number < ids[..., None], lengths, 0).sum(-1, dtype=jnp.int32)
+    own = jnp.where(number == ids[..., None], lengths, 0).sum(-1, dtype=jnp.int32)
+    return before, before + own - 1
 
 
 def _padded(numbers: jax.Array, size: int, fill: int) -> jax.Array:
