@@ -51,9 +51,10 @@ class Case:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     cuts: tuple[int, ...] = ()  # where documents begin and end
     bias: bool = False
+    queries: int | None = None  # where there are fewer than keys
 
     def arguments(self) -> dict[str, Any]:
-        shape = (self.batch, self.length, self.heads, self.dim)
+        shape = (self.batch, self.queries or self.length, self.heads, self.dim)
         kv_shape = (self.batch, self.length, self.kv_heads, self.dim)
         draw = lambda seed, shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
         arguments = {"query": draw(0, shape), "key": draw(1, kv_shape), "value": draw(2, kv_shape)}
@@ -83,19 +84,20 @@ CASES = (
     Case("window", 1, 16384, 16, 16, 128, CAUSAL | {"sliding_window": (1023, 0)}),
     Case("soft_cap", 1, 16384, 16, 16, 128, CAUSAL | {"logits_soft_cap": 50.0}),
     Case("bias", 1, 4096, 16, 16, 128, bias=True),
+    Case("decode", 8, 32768, 32, 8, 128, queries=1),
 )
 
 
 def pairs(inputs: Inputs) -> int:
     """How many (query, key) pairs of one head the mask allows, over the batch."""
-    rule, length = inputs.mask, inputs.query.shape[1]
-    rows = min(length, 1024)
+    rule, queries, keys = inputs.mask, inputs.query.shape[1], inputs.key.shape[1]
+    rows = min(queries, 1024)
 
     @jax.jit
     def some(start: Any) -> jax.Array:
-        return rule.slice(start, rows, 0, length).dense(rows, length).sum()  # type: ignore[union-attr]
+        return rule.slice(start, rows, 0, keys).dense(rows, keys).sum()  # type: ignore[union-attr]
 
-    return inputs.query.shape[0] * sum(int(some(i)) for i in range(0, length, rows))
+    return inputs.query.shape[0] * sum(int(some(i)) for i in range(0, queries, rows))
 
 
 def tiles(inputs: Inputs) -> int:

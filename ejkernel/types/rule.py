@@ -149,6 +149,14 @@ class Rule:
                 changes[name] = jnp.broadcast_to(value, (size, *value.shape[1:]))
         return self._changed(**changes)
 
+    def repeat_rows(self, times: int) -> "Rule":
+        """The rule with every batch row so many times, one after the other."""
+        changes = {}
+        for name, value in arrays_of(self):
+            if value.ndim == full_rank(type(self), name) and value.shape[0] > 1:
+                changes[name] = jnp.repeat(value, times, axis=0)
+        return self._changed(**changes)
+
     def parts(self) -> tuple["Rule", ...]:
         """The rules that must all hold: those of an `And`, else this one."""
         return (self,)
@@ -214,6 +222,9 @@ class _Combination(Rule):
 
     def with_batch(self, size: int) -> Rule:
         return self._each(lambda rule: rule.with_batch(size))
+
+    def repeat_rows(self, times: int) -> Rule:
+        return self._each(lambda rule: rule.repeat_rows(times))
 
     @property
     def heads(self) -> int:

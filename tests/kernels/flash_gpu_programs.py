@@ -99,6 +99,13 @@ def forward_program(tiles, feature, **dims):
     return lambda inputs: forward(inputs, spec, tiles), inputs
 
 
+def decode_program(params, **dims):
+    """One query for each sequence, on keys that are split."""
+    lengths = KeyLength(jnp.array([3000, 8192]))
+    inputs, spec = call(queries=1, keys=8192, mask=lengths, **dims)
+    return lambda inputs: pallas_gpu.forward(inputs, spec, params)[0], inputs
+
+
 def backward_program(params, feature, **dims):
     """The backward pass and what it takes."""
     inputs, spec = call(**dims, **FEATURES[feature]())
@@ -121,6 +128,10 @@ def _programs():
     implementation = pallas_gpu.IMPLEMENTATION
     for head_dim, value_dim in DIMS:
         dims = {"head_dim": head_dim, "value_dim": value_dim}
+        for params in implementation.forward.choices(*call(queries=1, **dims), H200):
+            sizes = f"{params.q_blocksize}x{params.kv_blocksize}x{params.num_stages}"
+            run = functools.partial(decode_program, params, **dims)
+            yield f"forward-decode-{head_dim}-{value_dim}-{sizes}", run
         for name in FEATURES if head_dim == 128 else DIFFERENT:
             extras = {"queries": 4093} if name == "odd" else {}
             extras |= {"soft_cap": 50.0} if name == "soft_cap" else {"dropout": name == "dropout"}

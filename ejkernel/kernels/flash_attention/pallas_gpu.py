@@ -8,10 +8,12 @@ from ejkernel.kernels.common import mosaic_gpu as gpu
 from ejkernel.kernels.flash_attention import (
     pallas_gpu_backward,
     pallas_gpu_forward,
+    pallas_gpu_short,
     pallas_gpu_walk,
 )
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
 from ejkernel.kernels.flash_attention.pallas_gpu_forward import ROWS, Tiles
+from ejkernel.kernels.flash_attention.pallas_gpu_short import is_short
 from ejkernel.ops.config import BwdParams, FwdParams
 from ejkernel.ops.implementation import Implementation, Pass
 from ejkernel.ops.platform import Device, Platform, device_of
@@ -21,7 +23,8 @@ from ejkernel.types.rules import Everything
 def forward(inputs: Inputs, spec: Spec, params: FwdParams | None) -> tuple[Outputs, Outputs]:
     """Outputs, which are also the residuals."""
     tiles = chosen_tiles(inputs, params)
-    outputs = pallas_gpu_forward.forward(inputs, spec, tiles, _interpreted(inputs))
+    run = pallas_gpu_short.forward if is_short(inputs) else pallas_gpu_forward.forward
+    outputs = run(inputs, spec, tiles, _interpreted(inputs))
     return outputs, outputs
 
 
@@ -69,6 +72,8 @@ def candidates(inputs: Inputs, spec: Spec, device: Device) -> list[FwdParams]:
     """All tiles worth timing."""
     head_dim, value_dim = _dims(inputs)
     sizes = [(2, 128), (2, 64), (3, 128), (3, 64)]
+    if inputs.query.shape[1] <= ROWS:
+        sizes = [(1, 128), (1, 64)]
     tiles = (_fitting(consumers, block_k, head_dim, value_dim) for consumers, block_k in sizes)
     return [_params(x) for x in tiles if x and _in_registers(x, inputs)]
 

@@ -71,8 +71,17 @@ def whole_tiles(inputs: Inputs) -> bool:
     return not any(x % 8 for x in lengths) and not any(x % 16 for x in dims)
 
 
-def forward(inputs: Inputs, spec: Spec, tiles: Tiles, interpreted: bool = False) -> Outputs:
-    """Output and log-sum-exp."""
+def forward(
+    inputs: Inputs,
+    spec: Spec,
+    tiles: Tiles,
+    interpreted: bool = False,
+    queries: int | None = None,
+) -> Outputs:
+    """Output and log-sum-exp.
+
+    `queries` is how many there are for the mask, where they come again and again in one tile.
+    """
     b, t, n, _ = inputs.query.shape
     s, v = inputs.value.shape[1], inputs.value.shape[3]
     rule = inputs.mask or Everything()
@@ -86,8 +95,11 @@ def forward(inputs: Inputs, spec: Spec, tiles: Tiles, interpreted: bool = False)
         shared_bytes=(inputs.key.nbytes + inputs.value.nbytes) // (b * inputs.key.shape[2]),
         workers=min(gpu.MULTIPROCESSORS, b * n * lines),
     )
-    plan = walk(rule, units, t, s, tiles.block_q, tiles.block_k)
-    operands = Operands.of(inputs, visibility(rule, t, s, q_size, kv_size), q_size, kv_size)
+    plan = walk(rule, units, queries or t, s, tiles.block_q, tiles.block_k)
+    seen = visibility(rule, queries or t, s, queries or q_size, kv_size)
+    if seen is not None and queries is not None:
+        seen = seen.repeated(q_size)
+    operands = Operands.of(inputs, seen, q_size, kv_size)
     sinks = None
     if inputs.sinks is not None:
         sinks = logsumexp(inputs.sinks.astype(jnp.float32), axis=-1) * LOG2_E

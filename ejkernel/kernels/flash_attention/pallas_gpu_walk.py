@@ -70,6 +70,15 @@ class Visibility(NamedTuple):
     pairs: tuple[tuple[jax.Array, jax.Array], ...] = ()  # [b', t], [b', s]
     dense: jax.Array | None = None  # [b', n', t, s] int8
 
+    def repeated(self, size: int) -> "Visibility":
+        """The same for queries that come again and again, up to so many."""
+        rows = lambda x, axis: jnp.take(x, np.arange(size) % x.shape[axis], axis)
+        return Visibility(
+            *(None if x is None else rows(x, 1) for x in (self.lower, self.upper)),
+            tuple((rows(query, 1), key) for query, key in self.pairs),
+            None if self.dense is None else rows(self.dense, 2),
+        )
+
 
 def why_not(rule: Rule) -> str | None:
     """Why the kernels cannot evaluate this mask, or None."""
