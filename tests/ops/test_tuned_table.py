@@ -1,5 +1,6 @@
 """What a tuned table knows is used as it stands: the best forward with the best backward pass."""
 
+import contextlib
 import dataclasses
 
 import jax
@@ -137,6 +138,24 @@ def test_a_candidate_that_is_wrong_is_never_timed():
     assert tuned is not None
     assert tuned.best.source.platform is Platform.PALLAS
     assert watch.seconds == []
+
+
+def test_one_platform_alone_is_still_compared_with_xla():
+    """In float32, too, of which the platform may know nothing."""
+
+    def wrong(inputs, spec, params):
+        assert inputs.query.dtype == jnp.bfloat16
+        out, lse = xla.forward(inputs, spec, params)[0]
+        return Outputs(out + 0.1, lse), Outputs(out + 0.1, lse)
+
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), INPUTS)
+    call = dataclasses.replace(calls(two_ways([], wrong))[0], inputs=narrow)
+    for platform, able in (("triton", False), ("pallas", True)):
+        with pytest.warns(TuningWarning, match="off by") if not able else contextlib.nullcontext():
+            tuned = executor(Stopwatch(1.0), []).chooser.tune(
+                dataclasses.replace(call, platform=platform)
+            )
+        assert (tuned is not None) == able
 
 
 def test_backward_passes_are_tuned_without_a_gradient_of_the_log_sum_exp():

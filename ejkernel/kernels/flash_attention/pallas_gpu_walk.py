@@ -74,9 +74,10 @@ class Visibility(NamedTuple):
         """The same for queries that come again and again, up to so many."""
         rows = lambda x, axis: jnp.take(x, np.arange(size) % x.shape[axis], axis)
         return Visibility(
-            *(None if x is None else rows(x, 1) for x in (self.lower, self.upper)),
-            tuple((rows(query, 1), key) for query, key in self.pairs),
-            None if self.dense is None else rows(self.dense, 2),
+            lower=None if self.lower is None else rows(self.lower, 1),
+            upper=None if self.upper is None else rows(self.upper, 1),
+            pairs=tuple((rows(query, 1), key) for query, key in self.pairs),
+            dense=None if self.dense is None else rows(self.dense, 2),
         )
 
 
