@@ -3,16 +3,12 @@
 python grouped_matmul_compile.py [--guess] CAPABILITY CALL...    one line of JSON for each kernel
 """
 
-import json
-import sys
-
 import jax
 import jax.numpy as jnp
+from triton_programs import collected, compile_calls
 
-from ejkernel.kernels.common import triton_bridge
 from ejkernel.kernels.grouped_matmul import triton_gpu
 from ejkernel.kernels.grouped_matmul.inputs import Inputs, Outputs, Spec, TransposedInputs
-from ejkernel.ops.platform import Device
 
 DTYPES = {"half": "bfloat16", "exact": "float32"}
 
@@ -44,34 +40,20 @@ def launches(inputs, spec, params, backward):
         if backward:
             triton_gpu.backward(inputs, (), Outputs(jnp.zeros_like(outputs.out)), spec, params)
 
-    with triton_bridge.collected() as calls:
-        jax.eval_shape(run, inputs)
-    return calls
+    return collected(run, inputs)
 
 
-def main(capability, names, guess):
-    device = Device("gpu", "a GPU", divmod(capability, 10), "a GPU|absent")
-    for name in names:
-        inputs, spec = call(name)
-        choices = triton_gpu.IMPLEMENTATION.forward.choices(inputs, spec, device)
-        for params in choices[:1] if guess else choices:
-            for launch in launches(inputs, spec, params, True):
-                compiled = triton_bridge.compile_ahead(launch, capability)
-                blocks = launch.mode.block_m, launch.mode.block_n, launch.mode.block_k
-                line = {
-                    "call": name,
-                    "kernel": getattr(launch.function, "__name__", "?"),
-                    "blocks": blocks,
-                    "launch": launch.how[1:],
-                    "registers": compiled.registers,
-                    "local": compiled.local,
-                    "shared": compiled.shared,
-                    "tensor": compiled.tensor,
-                    "wgmma": "wgmma" in compiled.ptx,
-                }
-                print(json.dumps(line), flush=True)
+def all_launches(name, device, guess):
+    inputs, spec = call(name)
+    choices = triton_gpu.IMPLEMENTATION.forward.choices(inputs, spec, device)
+    for params in choices[:1] if guess else choices:
+        yield from launches(inputs, spec, params, True)
+
+
+def facts(launch):
+    mode = launch.mode
+    return {"blocks": (mode.block_m, mode.block_n, mode.block_k), "launch": launch.how}
 
 
 if __name__ == "__main__":
-    given = [argument for argument in sys.argv[1:] if argument != "--guess"]
-    main(int(given[0]), given[1:], "--guess" in sys.argv)
+    compile_calls(all_launches, facts)

@@ -1,18 +1,14 @@
 """Compiles the Triton kernels over pages ahead of time; a process of its own, no interpreter.
 
-python paged_compile.py CAPABILITY CALL...    one line of JSON for each candidate of each call
+python paged_compile.py [--guess] CAPABILITY CALL...    one line of JSON for each kernel
 """
-
-import json
-import sys
 
 import jax
 import jax.numpy as jnp
+from triton_programs import collected, compile_calls
 
-from ejkernel.kernels.common import triton_bridge
 from ejkernel.kernels.ragged_page_attention_v3 import triton_gpu
 from ejkernel.kernels.ragged_page_attention_v3.inputs import CombinedInputs, Inputs, Spec
-from ejkernel.ops.platform import Device
 
 
 def call(name):
@@ -48,36 +44,20 @@ def call(name):
 
 
 def launches(inputs, spec, params):
-    with triton_bridge.collected() as calls:
-        jax.eval_shape(lambda inputs: triton_gpu.forward(inputs, spec, params), inputs)
-    return calls
+    return collected(lambda inputs: triton_gpu.forward(inputs, spec, params), inputs)
 
 
-def main(capability, names):
-    kind = {80: "NVIDIA A100", 90: "NVIDIA H200", 100: "NVIDIA B200"}.get(capability, "a GPU")
-    device = Device("gpu", kind, divmod(capability, 10), "a GPU|absent")
+def all_launches(name, device, guess):
     triton_gpu.device_of = lambda leaves: device
-    for name in names:
-        inputs, spec = call(name)
-        for params in triton_gpu.IMPLEMENTATION.forward.choices(inputs, spec, device):
-            for launch in launches(inputs, spec, params):
-                compiled = triton_bridge.compile_ahead(launch, capability)
-                facts = {
-                    "call": name,
-                    "kernel": getattr(launch.function, "__name__", "?"),
-                    "block_k": launch.mode.block_k,
-                    "rows": launch.mode.rows,
-                    "warps": launch.how.num_warps,
-                    "stages": launch.how.num_stages,
-                    "programs": launch.how.programs,
-                    "registers": compiled.registers,
-                    "local": compiled.local,
-                    "shared": compiled.shared,
-                    "tensor": compiled.tensor,
-                    "wgmma": "wgmma" in compiled.ptx,
-                }
-                print(json.dumps(facts), flush=True)
+    inputs, spec = call(name)
+    choices = triton_gpu.IMPLEMENTATION.forward.choices(inputs, spec, device)
+    for params in choices[:1] if guess else choices:
+        yield from launches(inputs, spec, params)
+
+
+def facts(launch):
+    return {"block_k": launch.mode.block_k, "rows": launch.mode.rows, "launch": launch.how}
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])
+    compile_calls(all_launches, facts)

@@ -6,7 +6,7 @@ donated to it become results.
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from triton_programs import kernels, lowered
 
 from ejkernel.modules import (
     page_attention,
@@ -14,9 +14,6 @@ from ejkernel.modules import (
     ragged_page_attention_v3,
     ragged_page_attention_v3_update,
 )
-
-DEVICE = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
-MESH = AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=DEVICE)
 
 
 def shape(*sizes, dtype=jnp.bfloat16):
@@ -27,13 +24,11 @@ def numbers(*sizes):
     return shape(*sizes, dtype=jnp.int32)
 
 
-def lowered(function, arguments, donate=()):
+def say(function, arguments, donate=()):
     donated = [i for i, name in enumerate(arguments) if name in donate]
     run = lambda *given: function(**dict(zip(arguments, given, strict=True)), platform="triton")
-    with jax.sharding.use_abstract_mesh(MESH):
-        traced = jax.jit(run, donate_argnums=donated).trace(*arguments.values())
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    print(text.count("custom_call @triton_kernel_call"), text.count("tf.aliasing_output"))
+    text = lowered(run, *arguments.values(), donate=donated)
+    print(kernels(text), text.count("tf.aliasing_output"))
 
 
 CACHE, TOKENS, QUERY = shape(64, 16, 2, 64), shape(40, 2, 64), shape(40, 8, 64)
@@ -44,7 +39,7 @@ SEQUENCES = {
 }
 
 if __name__ == "__main__":
-    lowered(
+    say(
         page_attention,
         {
             "query": shape(4, 8, 64),
@@ -54,7 +49,7 @@ if __name__ == "__main__":
             "block_tables": numbers(4, 16),
         },
     )
-    lowered(
+    say(
         ragged_page_attention_v2,
         {
             "query": QUERY,
@@ -66,7 +61,7 @@ if __name__ == "__main__":
         },
     )
     reading = {"query": QUERY, "key_pages": CACHE, "value_pages": CACHE, **SEQUENCES}
-    lowered(ragged_page_attention_v3, reading)
+    say(ragged_page_attention_v3, reading)
     new = {"query": QUERY, "key": TOKENS, "value": TOKENS}
     cache = ("key_pages", "value_pages")
-    lowered(ragged_page_attention_v3_update, new | reading, donate=cache)
+    say(ragged_page_attention_v3_update, new | reading, donate=cache)

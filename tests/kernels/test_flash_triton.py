@@ -2,11 +2,6 @@
 
 import dataclasses
 import importlib.util
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +9,10 @@ import numpy as np
 import pytest
 from conformance.cases import Case
 from conformance.oracle import assert_as_good_as_rounding
+from kernels.triton_testing import H200, SHARED, compiled, lowered, marked, needs_triton
 
-from ejkernel import settings
 from ejkernel.cli.oracle import with_gradients
 from ejkernel.errors import UnsupportedError
-from ejkernel.kernels.common import triton_bridge
 from ejkernel.kernels.flash_attention import OP, triton_gpu
 from ejkernel.kernels.flash_attention.config import FlashAttentionConfig
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
@@ -28,7 +22,7 @@ from ejkernel.modules import flash_attention
 from ejkernel.ops import executor
 from ejkernel.ops.config import BwdParams, FwdParams
 from ejkernel.ops.executor import Request
-from ejkernel.ops.platform import Backend, Device, Platform
+from ejkernel.ops.platform import Backend, Platform
 from ejkernel.types.rules import (
     And,
     Band,
@@ -44,22 +38,7 @@ from ejkernel.types.rules import (
     TokenTypes,
 )
 
-H200 = Device("gpu", "NVIDIA H200", (9, 0), "NVIDIA H200|absent")
 SOURCE = next(source for source in OP.sources if source.platform is Platform.TRITON)
-
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed"
-)
-
-
-@pytest.fixture
-def interpreter():
-    """Kernels run in Triton's interpreter, on NumPy arrays."""
-    with settings.override(interpret=True):
-        if reason := triton_bridge.why_not(H200, jnp.float32):
-            pytest.skip(f"triton {reason}")
-        yield
-
 
 # Blocks small enough that every workload has several, different for each of the three kernels.
 SMALL = FlashAttentionConfig(
@@ -67,15 +46,6 @@ SMALL = FlashAttentionConfig(
     fwd_params=FwdParams(q_blocksize=16, kv_blocksize=32),
     bwd_params=BwdParams(q_blocksize=16, kv_blocksize=32, blocksize_m=32, blocksize_n=16),
 )
-
-
-def workloads(*quick):
-    return [
-        pytest.param(workload, id=workload.name, marks=[] if chosen else [pytest.mark.slow])
-        for workload in WORKLOADS
-        if "test" in workload.tags
-        for chosen in [workload.name in quick]
-    ]
 
 
 def check(workload, dtype, cfg):
@@ -90,14 +60,14 @@ def check(workload, dtype, cfg):
 
 
 @needs_triton
-@pytest.mark.parametrize("workload", workloads("window_pair", "blind_rows"))
+@pytest.mark.parametrize("workload", marked(WORKLOADS, "window_pair", "blind_rows"))
 def test_interpreted_it_computes_what_is_defined(interpreter, workload):
     """Values and gradients; what a kernel leaves unwritten would be NaN."""
     check(workload, jnp.float32, SMALL)
 
 
 @needs_triton
-@pytest.mark.parametrize("workload", workloads())
+@pytest.mark.parametrize("workload", marked(WORKLOADS))
 def test_half_precision_is_as_good_as_rounding(interpreter, workload):
     check(workload, jnp.float16, SMALL)
 
@@ -369,40 +339,10 @@ def test_on_a_cpu_it_is_refused_in_words():
     assert SOURCE.backend is Backend.GPU
 
 
-def compiled(capability, *names):
-    """What the compiler says of every kernel of every candidate of these calls."""
-    root = Path(__file__).parents[2]
-    paths = [str(root), *sys.path]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(paths)}
-    for name in ("TRITON_INTERPRET", "EJKERNEL_INTERPRET"):
-        environment.pop(name, None)
-    script = Path(__file__).with_name("triton_compile.py")
-    done = subprocess.run(
-        [sys.executable, script, str(capability), *names],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-SHARED = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-
-
-def assert_fits(kernels, capability):
-    assert kernels
-    for kernel in kernels:
-        assert kernel["local"] == 0, kernel
-        assert kernel["shared"] <= SHARED[capability], kernel
-        assert kernel["tensor"] <= 512, kernel
-
-
 @needs_triton
 @pytest.mark.slow
 def test_it_compiles_for_hopper_without_local_memory():
-    kernels = compiled(90, "causal_64_256")
-    assert_fits(kernels, 90)
+    kernels = compiled("triton_compile.py", 90, "causal_64_256")
     assert {kernel["kernel"] for kernel in kernels} == {"attend", "d_keys", "d_queries"}
     assert all(kernel["wgmma"] for kernel in kernels)
 
@@ -416,18 +356,11 @@ def test_it_compiles_for_hopper_without_local_memory():
 @pytest.mark.parametrize("capability", SHARED)
 def test_no_candidate_uses_local_memory(capability, what, dim):
     """Lengths with a ragged end and without, all that the tuner may choose."""
-    assert_fits(compiled(capability, f"{what}_{dim}_2000", f"{what}_{dim}_2048"), capability)
+    compiled("triton_compile.py", capability, f"{what}_{dim}_2000", f"{what}_{dim}_2048")
 
 
 @needs_triton
 @pytest.mark.slow
 def test_it_lowers_for_a_gpu_that_is_not_here():
     """A program for an H200 is made on any machine that has the plugin's code."""
-    for package in ("jax_triton", "jax_cuda13_plugin"):
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed")
-    code = Path(__file__).with_name("triton_lower.py")
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, code], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["1", "3"]
+    assert lowered("triton_lower.py") == ["1", "3"]

@@ -2,11 +2,6 @@
 
 import functools
 import importlib.util
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +12,10 @@ from conformance.oracle import assert_as_good_as_rounding
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from kernels.triton_testing import H200, SHARED, compiled, lowered, marked, needs_triton
 
-from ejkernel import settings
 from ejkernel.cli.oracle import with_gradients
 from ejkernel.errors import UnsupportedError
-from ejkernel.kernels.common import triton_bridge
 from ejkernel.kernels.grouped_matmul import OP, triton_gpu
 from ejkernel.kernels.grouped_matmul.config import GroupedMatmulConfig
 from ejkernel.kernels.grouped_matmul.inputs import Inputs, Spec
@@ -30,36 +24,12 @@ from ejkernel.kernels.grouped_matmul.workloads import WORKLOADS
 from ejkernel.modules import grouped_matmul
 from ejkernel.ops import executor
 from ejkernel.ops.executor import Request
-from ejkernel.ops.platform import Backend, Device, Platform
+from ejkernel.ops.platform import Backend, Platform
 
-H200 = Device("gpu", "NVIDIA H200", (9, 0), "NVIDIA H200|absent")
 SOURCE = next(source for source in OP.sources if source.platform is Platform.TRITON)
-
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed"
-)
-
-
-@pytest.fixture
-def interpreter():
-    """Kernels run in Triton's interpreter, on NumPy arrays."""
-    with settings.override(interpret=True):
-        if reason := triton_bridge.why_not(H200, jnp.float32):
-            pytest.skip(f"triton {reason}")
-        yield
-
 
 # Tiles small enough that a group has several, and a band of them is not all there is.
 SMALL = GroupedMatmulConfig(platform="triton", block_m=16, block_n=16, block_k=16)
-
-
-def workloads(*quick):
-    return [
-        pytest.param(workload, id=workload.name, marks=[] if chosen else [pytest.mark.slow])
-        for workload in WORKLOADS
-        if "test" in workload.tags
-        for chosen in [workload.name in quick]
-    ]
 
 
 def check(workload, dtype, cfg):
@@ -74,7 +44,7 @@ def check(workload, dtype, cfg):
 
 @needs_triton
 @pytest.mark.parametrize(
-    "workload", workloads("ids", "rows_past_the_sum", "transposed", "existing_sizes")
+    "workload", marked(WORKLOADS, "ids", "rows_past_the_sum", "transposed", "existing_sizes")
 )
 def test_interpreted_it_computes_what_is_defined(interpreter, workload):
     """Values and gradients; what a kernel leaves unwritten would be NaN."""
@@ -82,7 +52,7 @@ def test_interpreted_it_computes_what_is_defined(interpreter, workload):
 
 
 @needs_triton
-@pytest.mark.parametrize("workload", workloads("offset_array"))
+@pytest.mark.parametrize("workload", marked(WORKLOADS, "offset_array"))
 def test_half_precision_is_as_good_as_rounding(interpreter, workload):
     check(workload, jnp.float16, SMALL)
 
@@ -213,21 +183,6 @@ def test_on_a_cpu_it_is_refused_in_words():
     assert SOURCE.backend is Backend.GPU
 
 
-def other_process(script, *arguments):
-    """What a script beside this file prints; Triton interprets or compiles, not both."""
-    paths = [str(Path(__file__).parents[2]), *sys.path]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(paths)}
-    for name in ("TRITON_INTERPRET", "EJKERNEL_INTERPRET"):
-        environment.pop(name, None)
-    script = Path(__file__).with_name(script)
-    done = subprocess.run(
-        [sys.executable, script, *arguments], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-SHARED = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 CALLS = [
     "half_sizes_4096_4096_14336",
     "half_sizes_128_2048_1400_t",
@@ -242,22 +197,9 @@ CALLS = [
 ]
 
 
-def compiled(capability, *names, guess=False):
-    """What the compiler says of every kernel of every candidate of these calls, or of the guess."""
-    arguments = ["--guess"] * guess + [str(capability), *names]
-    lines = other_process("grouped_matmul_compile.py", *arguments).splitlines()
-    kernels = [json.loads(line) for line in lines]
-    assert {kernel["call"] for kernel in kernels} == set(names)
-    for kernel in kernels:
-        assert kernel["local"] == 0, kernel
-        assert kernel["shared"] <= SHARED[capability], kernel
-        assert kernel["tensor"] <= 512, kernel
-    return kernels
-
-
 @needs_triton
 def test_it_compiles_for_hopper_without_local_memory():
-    kernels = compiled(90, "half_sizes_4096_4096_14336", guess=True)
+    kernels = compiled("grouped_matmul_compile.py", 90, "half_sizes_4096_4096_14336", guess=True)
     assert {kernel["kernel"] for kernel in kernels} == {"multiply", "sum_rows"}
     assert all(kernel["wgmma"] for kernel in kernels)
 
@@ -268,14 +210,11 @@ def test_it_compiles_for_hopper_without_local_memory():
 @pytest.mark.parametrize("capability", SHARED)
 def test_no_candidate_uses_local_memory(capability, name):
     """All that the tuner may choose, where blocks cut the matrices evenly and where not."""
-    compiled(capability, name)
+    compiled("grouped_matmul_compile.py", capability, name)
 
 
 @needs_triton
 @pytest.mark.slow
 def test_it_lowers_for_a_gpu_that_is_not_here():
     """A program for an H200 is made on any machine that has the plugin's code."""
-    for package in ("jax_triton", "jax_cuda13_plugin"):
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed")
-    assert other_process("grouped_matmul_lower.py").split() == ["1", "2"]
+    assert lowered("grouped_matmul_lower.py") == ["1", "2"]

@@ -1,19 +1,15 @@
 """Compiles the kernels of flash attention ahead of time; a process of its own, without interpreter.
 
-python triton_compile.py CAPABILITY CALL...    one line of JSON for each candidate of each call
+python triton_compile.py [--guess] CAPABILITY CALL...    one line of JSON for each kernel
 """
-
-import json
-import sys
 
 import jax
 import jax.numpy as jnp
+from triton_programs import collected, compile_calls
 
-from ejkernel.kernels.common import triton_bridge
 from ejkernel.kernels.common.dropout import Dropout
 from ejkernel.kernels.flash_attention import triton_gpu
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
-from ejkernel.ops.platform import Device
 from ejkernel.types.rules import Band, Dense, Segments
 
 
@@ -67,36 +63,16 @@ def launches(inputs, spec, params, backward):
         )
         return triton_gpu.backward(inputs, outputs, outputs, spec, params)
 
-    with triton_bridge.collected() as calls:
-        jax.eval_shape(run, inputs)
-    return calls
+    return collected(run, inputs)
 
 
-def main(capability, names):
-    device = Device("gpu", "a GPU", divmod(capability, 10), "a GPU|absent")
-    for name in names:
-        inputs, spec = call(name)
-        for direction in ("forward", "backward"):
-            chosen = getattr(triton_gpu.IMPLEMENTATION, direction)
-            for params in chosen.choices(inputs, spec, device):
-                for launch in launches(inputs, spec, params, direction == "backward"):
-                    compiled = triton_bridge.compile_ahead(launch, capability)
-                    print(
-                        json.dumps(
-                            {
-                                "call": name,
-                                "kernel": getattr(launch.function, "__name__", "?"),
-                                "params": params.to_dict(),
-                                "registers": compiled.registers,
-                                "local": compiled.local,
-                                "shared": compiled.shared,
-                                "tensor": compiled.tensor,
-                                "wgmma": "wgmma" in compiled.ptx,
-                            }
-                        ),
-                        flush=True,
-                    )
+def all_launches(name, device, guess):
+    inputs, spec = call(name)
+    for direction in ("forward", "backward"):
+        choices = getattr(triton_gpu.IMPLEMENTATION, direction).choices(inputs, spec, device)
+        for params in choices[:1] if guess else choices:
+            yield from launches(inputs, spec, params, direction == "backward")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])
+    compile_calls(all_launches, lambda launch: {"launch": launch.how})

@@ -1,0 +1,58 @@
+"""For scripts that compile or lower Triton kernels where there is no GPU, without interpreter."""
+
+import json
+import sys
+
+import jax
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from ejkernel.kernels.common import triton_bridge
+from ejkernel.ops.platform import Device
+
+_KINDS = {80: "NVIDIA A100", 90: "NVIDIA H200", 100: "NVIDIA B200"}
+_H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+
+
+def compile_calls(launches, facts):
+    """One line of JSON for each kernel that `launches(call, device, guess)` gives.
+
+    The command line says `[--guess] CAPABILITY CALL...`; `facts(launch)` are told beside what the
+    compiler says.
+    """
+    capability, *calls = [argument for argument in sys.argv[1:] if argument != "--guess"]
+    capability = int(capability)
+    kind = _KINDS.get(capability, "a GPU")
+    device = Device("gpu", kind, divmod(capability, 10), f"{kind}|absent")
+    for call in calls:
+        for launch in launches(call, device, "--guess" in sys.argv):
+            found = triton_bridge.compile_ahead(launch, capability)
+            line = {
+                "call": call,
+                "kernel": getattr(launch.function, "__name__", "?"),
+                "registers": found.registers,
+                "local": found.local,
+                "shared": found.shared,
+                "tensor": found.tensor,
+                "wgmma": "wgmma" in found.ptx,
+            }
+            print(json.dumps(line | facts(launch)), flush=True)
+
+
+def collected(run, *arguments):
+    """The launches of a call that is only traced."""
+    with triton_bridge.collected() as calls:
+        jax.eval_shape(run, *arguments)
+    return calls
+
+
+def lowered(function, *arguments, donate=()):
+    """The text of a program for an H200."""
+    mesh = AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=_H200)
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(function, donate_argnums=donate).trace(*arguments)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def kernels(text):
+    """How many Triton kernels a program calls."""
+    return text.count("custom_call @triton_kernel_call")
