@@ -7,8 +7,11 @@ import jax
 import jaxtyping
 import pytest
 
-# Compiling is most of what the tests do, and what they compile runs once.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+# Compiling is most of what the tests do, and what they compile runs once: it need not be fast.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "")
+    + " --xla_backend_optimization_level=0 --xla_gpu_autotune_level=0"
+)
 jax.config.update("jax_num_cpu_devices", 8)
 
 _tests_run = itertools.count(1)

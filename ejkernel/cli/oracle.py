@@ -5,6 +5,7 @@ to the tested dtype shows the error that this dtype cannot avoid; twice that, pl
 float32 roundings of the largest value, is allowed.
 """
 
+import contextlib
 import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -77,12 +78,25 @@ class Truth:
             call = self._draw(seed)
             forward = _reference(call)
             rounded = lambda x: x if dtype is None else x.astype(dtype).astype(x.dtype)
-            with jax.enable_x64(True):
+            with on_the_host(), jax.enable_x64(True):
                 # Not jitted: its few operations are compiled once for all the calls of a shape.
                 run = with_gradients(lambda x: forward(x, call.spec, round=rounded))
-                outputs, gradients = run(with_dtype(call.inputs, jnp.float64))
+                outputs, gradients = run(with_dtype(moved(call.inputs), jnp.float64))
                 self._known[seed, dtype] = arrays(outputs), arrays(gradients)
         return self._known[seed, dtype]
+
+
+def on_the_host() -> Any:
+    """Where small operations, one by one, are compiled soonest, whatever the accelerator."""
+    try:
+        return jax.default_device(jax.local_devices(backend="cpu")[0])
+    except RuntimeError:  # JAX was told to leave it alone
+        return contextlib.nullcontext()
+
+
+def moved(tree: Any) -> Any:
+    """The arrays where new ones are made."""
+    return jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), tree)
 
 
 def worst(deviations: list[Deviation]) -> Deviation:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from ejkernel.cli.oracle import Truth, with_dtype
+from ejkernel.cli.oracle import Truth, moved, on_the_host, with_dtype
 from ejkernel.kernels import OPS
 from ejkernel.ops import default_executor, kernel_registry
 from ejkernel.ops.implementation import Op, Source
@@ -39,11 +39,15 @@ class Case:
 
     def call(self, dtype: Any = jnp.float32, seed: int = 0) -> Invocation:
         """The workload as the public function canonicalises it, floats in `dtype`."""
-        arguments = self.workload.build(seed, jnp.float32)
-        invocation = default_executor().invocation(function_of(self.op.name), **arguments)
+        with on_the_host():
+            arguments = self.workload.build(seed, jnp.float32)
+            invocation = default_executor().invocation(function_of(self.op.name), **arguments)
+            inputs = with_dtype(invocation.inputs, dtype)
+        inputs = moved(inputs)
         return dataclasses.replace(
             invocation,
-            inputs=with_dtype(invocation.inputs, dtype),
+            inputs=inputs,
+            device=device_of(jax.tree.leaves(inputs)),
             platform=self.source.platform.value,
         )
 
