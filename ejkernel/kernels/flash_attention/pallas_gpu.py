@@ -1,5 +1,7 @@
 """Flash attention on Hopper GPUs, in Pallas: who can be served, and with which tiles."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -12,6 +14,14 @@ from ejkernel.kernels.flash_attention import (
     pallas_gpu_walk,
 )
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
+from ejkernel.kernels.flash_attention.pallas_gpu_backward_kernel import (
+    OF_KEYS,
+    OF_KEYS_AND_VALUES,
+    OF_QUERIES,
+    OF_VALUES,
+    Part,
+)
+from ejkernel.kernels.flash_attention.pallas_gpu_backward_kernel import Tiles as BackwardTiles
 from ejkernel.kernels.flash_attention.pallas_gpu_forward import ROWS, Tiles
 from ejkernel.kernels.flash_attention.pallas_gpu_short import is_short
 from ejkernel.ops.config import BwdParams, FwdParams
@@ -148,16 +158,7 @@ _ROOM = 192
 
 def why_not_backward(inputs: Inputs, spec: Spec, device: Device) -> str | None:
     """What keeps the backward kernels from taking the call, or None."""
-    if reason := why_not(inputs, spec, device):
-        return reason
-    head_dim, value_dim = inputs.query.shape[3], inputs.value.shape[3]
-    if _sums_of_keys(inputs, spec) + 64 > _ROOM:
-        most = 2 * (_ROOM - 64 - _extra(inputs, spec))
-        return (
-            f"needs head and value dims that sum to at most {most} in this backward pass, "
-            f"got {head_dim} and {value_dim}"
-        )
-    return None
+    return why_not(inputs, spec, device)
 
 
 def _extra(inputs: Inputs, spec: Spec) -> int:
@@ -165,37 +166,43 @@ def _extra(inputs: Inputs, spec: Spec) -> int:
     return 64 if inputs.dropout is not None else 0 if spec.logits_soft_cap is None else 32
 
 
-def _sums_of_keys(inputs: Inputs, spec: Spec) -> int:
-    return sum(_dims(inputs)) // 2 + _extra(inputs, spec)
-
-
 def chosen_backward_tiles(
     inputs: Inputs, spec: Spec, params: BwdParams | None
-) -> tuple[pallas_gpu_backward.Tiles, pallas_gpu_backward.Tiles]:
-    """Tiles of the kernel of keys and of that of queries.
+) -> tuple[tuple[BackwardTiles, ...], BackwardTiles]:
+    """Tiles of the kernel of keys and values, or of either, and of that of queries.
 
-    `q_blocksize` is how many queries the former takes at once, `kv_blocksize` how many keys the
-    latter; both hold 128 rows.
+    `q_blocksize` is how many queries the former take at once, `kv_blocksize` how many keys the
+    latter; all hold 128 rows.
     """
     params = params or BwdParams()
-    of_keys = _sums_of_keys(inputs, spec)
-    of_queries = _dims(inputs)[0] // 2 + _extra(inputs, spec)
-    return (
-        _backward_tiles(inputs, of_keys, params.q_blocksize, params.num_stages, 1.5),
-        _backward_tiles(inputs, of_queries, params.kv_blocksize, params.num_stages, 1.25),
-    )
+    q_blocksize, kv_blocksize = params.q_blocksize or 64, params.kv_blocksize or 64
+    head, value = (dim // 2 for dim in _dims(inputs))
+    choose = functools.partial(_backward_tiles, inputs, spec, params.num_stages)
+    if head + value + 64 <= _ROOM:
+        of_keys = (choose(OF_KEYS_AND_VALUES, head + value, q_blocksize, 1.5),)
+    else:
+        of_keys = (
+            choose(OF_VALUES, value, q_blocksize, 0.75),
+            choose(OF_KEYS, head, q_blocksize, 1.25),
+        )
+    return of_keys, choose(OF_QUERIES, head, kv_blocksize, 1.25)
 
 
-def _backward_tiles(inputs, sums, columns, stages, with_overlap) -> pallas_gpu_backward.Tiles:
+def _backward_tiles(
+    inputs: Inputs,
+    spec: Spec,
+    stages: int | None,
+    part: Part,
+    sums: int,
+    columns: int,
+    with_overlap: float,
+) -> BackwardTiles:
     """The columns asked for if there is room, with overlap if there is room for that too."""
-    head_dim, value_dim = _dims(inputs)
-    columns = 128 if (columns or 64) > 64 and sums + 128 < _ROOM else 64
-    overlap = sums + columns * with_overlap <= _ROOM and columns == 64
-    for count in range(min(4, max(2, stages or 4)), 1, -1):
-        tiles = pallas_gpu_backward.Tiles(2, columns, count, overlap)
-        if tiles.shared_bytes(head_dim, value_dim) <= gpu.SHARED_BYTES:
-            return tiles
-    return pallas_gpu_backward.Tiles(2, 64, 2, overlap)
+    sums, stages = sums + _extra(inputs, spec), min(4, max(2, stages or 4))
+    wide = BackwardTiles(2, 128, stages, False)
+    if columns > 64 and sums + 128 < _ROOM and part.stages(wide, _dims(inputs)):
+        return wide
+    return BackwardTiles(2, 64, stages, sums + 64 * with_overlap <= _ROOM)
 
 
 def heuristic_backward(inputs: Inputs, spec: Spec, device: Device) -> BwdParams:
@@ -212,9 +219,9 @@ def candidates_backward(inputs: Inputs, spec: Spec, device: Device) -> list[BwdP
 def _backward_params(inputs: Inputs, spec: Spec, params: BwdParams) -> BwdParams:
     of_keys, of_queries = chosen_backward_tiles(inputs, spec, params)
     return BwdParams(
-        q_blocksize=of_keys.columns,
+        q_blocksize=max(tiles.columns for tiles in of_keys),
         kv_blocksize=of_queries.columns,
-        num_stages=max(of_keys.stages, of_queries.stages),
+        num_stages=of_queries.stages,
     )
 
 

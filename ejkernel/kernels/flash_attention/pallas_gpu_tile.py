@@ -34,18 +34,17 @@ class Operands:
         kv_size: int,
         transposed: bool = False,
     ) -> "Operands":
-        """What tiles need; where keys are their rows, masks of pairs stand transposed as well."""
+        """What tiles need; where keys are their rows, what pairs have stands transposed too."""
         arrays = {}
+        turned = lambda x: jnp.swapaxes(x, 2, 3) if transposed else x
         if seen is not None:
-            dense = seen.dense
-            if dense is not None and transposed:
-                dense = jnp.swapaxes(dense, 2, 3)
+            dense = None if seen.dense is None else turned(seen.dense)
             named = {"lower": seen.lower, "upper": seen.upper, "dense": dense}
             for i, (query, key) in enumerate(seen.pairs):
                 named |= {f"query_number_{i}": query, f"key_number_{i}": key}
             arrays |= {name: x for name, x in named.items() if x is not None}
         if inputs.bias is not None:
-            arrays["bias"] = _whole_blocks(inputs.bias, q_size, kv_size)
+            arrays["bias"] = turned(_whole_blocks(inputs.bias, q_size, kv_size))
         if inputs.dropout is not None:
             seed, batch, head = (jnp.asarray(x).reshape(-1) for x in inputs.dropout)
             arrays |= {"seed": seed, "batch_index": batch, "head_index": head}
@@ -93,14 +92,17 @@ class Tile:
         names += [] if transposed else ["lower", "upper"]
         self._of_rows = {name: self._rows(refs[name]) for name in names if name in refs}
 
-    def logits(self, products: jax.Array, at: Any, with_mask: bool) -> Logits:
-        """Logits from products of queries and keys."""
+    def logits(
+        self, products: jax.Array, at: Any, with_mask: bool, with_bias: bool = True
+    ) -> Logits:
+        """Logits from products of queries and keys; without bias if that is in the products."""
         factor = self.spec.softmax_scale * LOG2_E
         logits, slope = products, None
-        if "bias" in self.refs or self.spec.logits_soft_cap is not None:
+        with_bias = with_bias and "bias" in self.refs
+        if with_bias or self.spec.logits_soft_cap is not None:
             logits = logits * self.spec.softmax_scale
-            if "bias" in self.refs:
-                logits = logits + self._bias(at)
+            if with_bias:
+                logits = logits + self.bias(at)
             factor = LOG2_E
             if (cap := self.spec.logits_soft_cap) is not None:
                 logits = jnp.tanh(logits * (1.0 / cap))
@@ -157,7 +159,8 @@ class Tile:
             visible = visible & part
         return visible
 
-    def _bias(self, at: Any) -> jax.Array:
+    def bias(self, at: Any) -> jax.Array:
+        """The bias of a tile, float32."""
         ref = self.refs["bias"]
         row, head = self._broadcast(ref)
         rows, columns = gpu.pl.ds(self.first_row, ROWS), gpu.pl.ds(at, self.shape[1])
