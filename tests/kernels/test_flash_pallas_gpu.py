@@ -252,9 +252,7 @@ def _check(inputs: Inputs, spec: Spec, params=None, runs: int = 1) -> None:
 def _check_backward(inputs: Inputs, spec: Spec, params=None, runs: int = 1) -> None:
     """The same of the backward pass, given what a forward pass in the dtype hands over."""
     wide = _wide(inputs)
-    names = [
-        name for name in ("query", "key", "value", "sinks") if getattr(inputs, name) is not None
-    ]
+    names = [name for name in inputs._fields[:5] if getattr(inputs, name) is not None]
     draw = lambda x: jnp.asarray(np.random.default_rng(1).standard_normal(x.shape), x.dtype)
 
     def gradients(rounded):
@@ -287,9 +285,8 @@ def _rounding(inputs):
 
 
 def _wide(inputs: Inputs) -> Inputs:
-    return inputs._replace(
-        **{name: getattr(inputs, name).astype(jnp.float32) for name in ("query", "key", "value")}
-    )
+    names = [name for name in inputs._fields[:4] if getattr(inputs, name) is not None]
+    return inputs._replace(**{name: getattr(inputs, name).astype(jnp.float32) for name in names})
 
 
 def _compare(results, exact, rounded) -> None:
@@ -316,12 +313,21 @@ INTERPRETED = {
     "bias": {"queries": 128, "bias": (1, 2, 128, 128)},
     "bias_of_keys": {"queries": 128, "bias": (1, 1, 1, 128)},
     "bias_of_queries": {"queries": 128, "bias": (2, 2, 128, 1)},
+    "bias_of_heads": {"queries": 128, "bias": (1, 2, 1, 1)},
+    "bias_of_all": {"queries": 200, "bias": (1, 1, 200, 200), "mask": Band(None, 0)},
+    "bias_of_rows": {"bias": (2, 1, 256, 256), "mask": Band(None, -70), "sinks": True},
+    "bias_capped": {"queries": 128, "bias": (1, 2, 128, 128), "soft_cap": 2.0, "dropout": True},
     "soft_cap": {"queries": 128, "soft_cap": 2.0},
+    "soft_cap_masked": {"head_dim": 128, "soft_cap": 2.0, "mask": Band(None, 0)},
     "sinks": {"queries": 128, "sinks": True, "mask": Band(None, -5)},
     "dropout": {"queries": 128, "dropout": True},
+    "dropout_and_wide": {"queries": 128, "head_dim": 256, "dropout": True, "mask": Band(None, 0)},
     "lengths_apart": {"queries": 200, "keys": 328, "mask": Band(None, 128)},
     "dims_apart": {"queries": 128, "head_dim": 96, "value_dim": 64},
     "results_among_queries": {"queries": 128, "head_dim": 256},
+    "wide": {"head_dim": 256, "mask": Band(None, 0), "sinks": True},
+    "wide_heads": {"queries": 128, "head_dim": 256, "value_dim": 64},
+    "wide_values": {"queries": 128, "head_dim": 64, "value_dim": 256},
     "few_queries": {"queries": 8, "keys": 200, "mask": Band(None, 192)},
     "split_keys": {
         "queries": 3,

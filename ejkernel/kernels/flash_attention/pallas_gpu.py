@@ -267,7 +267,7 @@ IMPLEMENTATION = Implementation(
     ),
     backward=Pass(
         run=backward,
-        features=_FEATURES - {"bias"},
+        features=_FEATURES,
         why_not=why_not_backward,
         heuristic=heuristic_backward,
         candidates=candidates_backward,

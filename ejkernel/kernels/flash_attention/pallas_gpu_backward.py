@@ -26,6 +26,7 @@ from ejkernel.kernels.flash_attention.pallas_gpu_backward_kernel import (
     Tiles,
     starts_with_lse,
 )
+from ejkernel.kernels.flash_attention.pallas_gpu_bias import bias_gradient, together
 from ejkernel.kernels.flash_attention.pallas_gpu_tile import LOG2_E, Operands
 from ejkernel.kernels.flash_attention.pallas_gpu_walk import Units, visibility, walk, walk_columns
 from ejkernel.types.rules import Everything
@@ -68,7 +69,8 @@ def backward(
         # What weights and their gradients sum to, from which the kernel has taken delta.
         taken = sums[0][..., : terms.share.shape[2]] - jnp.where(terms.seen, terms.start, 0.0)
         d_sinks = per_sink(-((1.0 - terms.share) * taken).sum((0, 2)), inputs.sinks)
-    return Inputs(d_query, d_key, d_value, sinks=d_sinks, mask=None)
+    d_bias = None if inputs.bias is None else bias_gradient(kernel, inputs)
+    return Inputs(d_query, d_key, d_value, bias=d_bias, sinks=d_sinks, mask=None)
 
 
 class Terms(NamedTuple):
@@ -126,6 +128,9 @@ def run(
     )
     plan = (walk_columns if for_keys else walk)(rule, units, t, s, block_q, block_k)
     seen = visibility(rule, t, s, q_size, kv_size)
+    order = plan.order
+    if part.logits:
+        order = together(plan.count, units, inputs.bias.shape)  # type: ignore[union-attr]
     operands = Operands.of(inputs, seen, q_size, kv_size, transposed=for_keys)
     pad = lambda x, fill: jnp.pad(x, ((0, 0), (0, 0), (0, q_size - t)), constant_values=fill)
     lse = pad(terms.lse, -jnp.inf if starts_with_lse(spec) else jnp.inf)
@@ -135,7 +140,7 @@ def run(
         "value": inputs.value,
         "d_out": d_out,
         "terms": jnp.stack([lse, pad(terms.start, 0.0)], axis=2),
-        "order": plan.order,
+        "order": order,
         "count": plan.count.reshape(-1),
         "partial": plan.partial.reshape(-1),
         "index": plan.index.reshape(-1),
@@ -145,6 +150,9 @@ def run(
     out_type = [jax.ShapeDtypeStruct(like[i].shape, like[i].dtype) for i in part.summed]
     if part.rows:
         out_type.append(jax.ShapeDtypeStruct((b, n, kv_size if for_keys else q_size), jnp.float32))
+    if part.logits:
+        shape = (*inputs.bias.shape[:2], q_size, kv_size)  # type: ignore[union-attr]
+        out_type.append(jax.ShapeDtypeStruct(shape, jnp.float32))
     work = Kernel(spec, part, tiles, operands, inputs, plan.index.shape, interpreted)
 
     def body(*refs: Any, **shared: Any) -> None:
@@ -155,7 +163,7 @@ def run(
         interpreted,
         out_type=tuple(out_type),
         scratch_types=work.scratch(),
-        grid=(units.workers,),
+        grid=(order.shape[1],),
         grid_names=("block",),
         num_threads=tiles.consumers + 1,
         thread_name="warpgroup",

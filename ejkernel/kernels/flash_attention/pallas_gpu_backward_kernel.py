@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import operator
 import types
 from typing import Any
 
@@ -14,8 +15,9 @@ from ejkernel.kernels.flash_attention.pallas_gpu_backward_tiles import Walked
 from ejkernel.kernels.flash_attention.pallas_gpu_forward import whole_tiles
 from ejkernel.kernels.flash_attention.pallas_gpu_tile import ROWS, Operands, Tile
 
-# Shared memory of a block less its barriers: no sum here crosses the warps of a warpgroup.
-SHARED_BYTES = 232448 - 2048
+# Shared memory of a block less its barriers, and what the compiler takes where rows are summed.
+SHARED_BYTES = 232448 - 1024
+SUMMING_BYTES = 2048
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,10 +80,11 @@ class Part:
         """
         held = 2 * tiles.rows * sum(dims[i] for i in self.held(dims))
         terms = 2 * 4 * tiles.columns if self.for_keys else 0
+        room = SHARED_BYTES - (SUMMING_BYTES if self.rows else 0)
 
         def fits(stages: tuple[int, int]) -> bool:
             moving = sum(2 * tiles.columns * dim * n for dim, n in zip(dims, stages, strict=True))
-            return held + moving + terms * stages[0] <= SHARED_BYTES
+            return held + moving + terms * stages[0] <= room
 
         least = [2 if i in self.summed else 1 for i in range(2)]
         both = itertools.product(*(range(low, max(tiles.stages, low) + 1) for low in least))
@@ -254,6 +257,8 @@ class Kernel:
             step, sums, taken = walked.over_tiles((*carry, gpu.full((ROWS,), 0.0)))
             if self.part.rows:
                 self.results[-1][row, query_head, gpu.pl.ds(first_row, ROWS)] = taken
+            if self.part.logits:
+                walked.over_empty_tiles(self.put_logits)
             return step, sums
 
         step, sums = self.each_head(row, head, line, of_head, (step, sums))
@@ -275,6 +280,27 @@ class Kernel:
             shared.held[self.rooms[i]].store(result, row, rows, head, warpgroup)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(shared.held_free.at[warpgroup])
+
+    def put_logits(self, tile: Tile, at: Any, d_logits: Any) -> None:
+        """Gradients of a tile's logits to the gradient of the bias; None where there are none.
+
+        What batch rows or heads share is added to what the first of them has written: the same
+        threads have all of them, one after the other.
+        """
+        ref = self.results[-1]
+        row, head = tile.broadcast(ref)
+        place = ref.at[row, head, gpu.pl.ds(tile.first_row, ROWS), gpu.pl.ds(at, tile.shape[1])]
+        others = [x for x, at in ((tile.row, row), (tile.head, head)) if x is not at]
+        first = functools.reduce(lax.bitwise_and, [x == 0 for x in others]) if others else True
+        zero = lambda: gpu.full(tile.shape, 0.0)
+        put = functools.partial(operator.setitem, place, ...)
+        if d_logits is None:
+            gpu.pl.when(first)(lambda: put(zero()))
+            return
+        if others:
+            load = lambda: gpu.load(place, gpu.plgpu.Layout.WGMMA)
+            d_logits = d_logits + lax.cond(first, zero, load)
+        put(d_logits)
 
 
 def starts_with_lse(spec: Spec) -> bool:

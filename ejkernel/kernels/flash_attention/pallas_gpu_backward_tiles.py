@@ -45,6 +45,12 @@ class Walked:
         carry = lax.fori_loop(start, count, functools.partial(step, masked), carry)
         return self.last_tile(carry) if self.tiles.overlap else carry
 
+    def over_empty_tiles(self, put) -> None:
+        """`put(tile, place, None)` for the tiles in which the mask hides everything."""
+        count, blocks = self.work.refs["count"][self.lists], self.work.blocks
+        empty = lambda j, carry: (put(self.tile, self.place(j), None), carry)[1]
+        lax.fori_loop(count, blocks, empty, jnp.int32(0))
+
     def slot(self, i, step):
         return lax.rem(step, self.work.stages[i])
 

@@ -151,7 +151,7 @@ class Tile:
             parts.append(number == gpu.along_columns(others, self.shape))
         if "dense" in self.refs:
             ref = self.refs["dense"]
-            row, head = self._broadcast(ref)
+            row, head = self.broadcast(ref)
             place = ref.at[row, head, gpu.pl.ds(self.first_row, ROWS), columns]
             parts.append(gpu.load(place, gpu.plgpu.Layout.WGMMA).astype(jnp.int32) != 0)
         visible = parts[0]
@@ -162,7 +162,7 @@ class Tile:
     def bias(self, at: Any) -> jax.Array:
         """The bias of a tile, float32."""
         ref = self.refs["bias"]
-        row, head = self._broadcast(ref)
+        row, head = self.broadcast(ref)
         rows, columns = gpu.pl.ds(self.first_row, ROWS), gpu.pl.ds(at, self.shape[1])
         t, s = ref.shape[2:]
         if t > 1 and s > 1:
@@ -176,7 +176,7 @@ class Tile:
             return gpu.along_columns(part.astype(jnp.float32), self.shape)
         return lax.broadcast_in_dim(ref[row, head, 0, 0].astype(jnp.float32), self.shape, ())
 
-    def _broadcast(self, ref: Any) -> tuple[Any, Any]:
+    def broadcast(self, ref: Any) -> tuple[Any, Any]:
         """Batch row and head in an array whose axes of size 1 serve all."""
         return self.row if ref.shape[0] > 1 else 0, self.head if ref.shape[1] > 1 else 0
 

@@ -157,7 +157,7 @@ def _lines(state: jax.Array, units: Units) -> Walk:
     lines = state.shape[2]
     lengths = jnp.broadcast_to(count, (units.batch, units.heads * units.group, lines))
     lengths = lengths.reshape(units.batch, units.heads, units.group, lines).sum(2)
-    order = _dealt(lengths.reshape(-1), units)
+    order = dealt(lengths.reshape(-1), units)
     both = jnp.broadcast_to(
         partial << _BITS | count, (units.batch, units.heads * units.group, lines)
     )
@@ -170,7 +170,7 @@ def tile_counts(tiles: Any) -> tuple[Any, Any]:
     return tiles & (2**_BITS - 1), lax.shift_right_logical(tiles, _BITS)
 
 
-def _dealt(lengths: jax.Array, units: Units) -> jax.Array:
+def dealt(lengths: jax.Array, units: Units) -> jax.Array:
     """Which unit each worker does in each lap, [laps, workers]; -1 for none.
 
     Section by section, so that what the units of a section read stays in the cache. In a section
