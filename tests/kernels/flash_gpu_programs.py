@@ -74,6 +74,7 @@ def _random_mask():
     return Dense(jnp.asarray(np.random.default_rng(0).random((1, 1, 4096, 4096)) < 0.5))
 
 
+BIASES = {"bias": (1, 8, 4096, 4096), "bias_of_keys": (2, 1, 1, 4096)}
 # Functions, because some masks are large.
 FEATURES = {
     "full": dict,
@@ -84,7 +85,8 @@ FEATURES = {
     "chunks": lambda: {"mask": Chunks(512)},
     "lengths": lambda: {"mask": KeyLength(jnp.array([3000, 100])) & CAUSAL},
     "dense": lambda: {"mask": _random_mask()},
-    "bias": lambda: {"bias": (1, 8, 4096, 4096), "mask": CAUSAL},
+    "bias": lambda: {"bias": BIASES["bias"], "mask": CAUSAL},
+    "bias_of_keys": lambda: {"bias": BIASES["bias_of_keys"], "mask": CAUSAL},
     "soft_cap": lambda: {"soft_cap": 50.0, "mask": CAUSAL},
     "sinks": lambda: {"sinks": True, "mask": Band(-127, 0)},
     "dropout": lambda: {"dropout": True, "mask": CAUSAL},
@@ -120,7 +122,7 @@ def backward_program(params, feature, **dims):
 
 
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
-# Everywhere; the other features only where most models are, with head dim 128.
+# Everywhere; the other features where most models are, and where registers are fewest.
 DIFFERENT = ("full", "causal", "packed", "documents", "soft_cap", "dropout", "odd")
 
 
@@ -132,21 +134,18 @@ def _programs():
             sizes = f"{params.q_blocksize}x{params.kv_blocksize}x{params.num_stages}"
             run = functools.partial(decode_program, params, **dims)
             yield f"forward-decode-{head_dim}-{value_dim}-{sizes}", run
-        for name in FEATURES if head_dim == 128 else DIFFERENT:
+        for name in FEATURES if head_dim in (128, 256) else DIFFERENT:
             extras = {"queries": 4093} if name == "odd" else {}
             extras |= {"soft_cap": 50.0} if name == "soft_cap" else {"dropout": name == "dropout"}
-            extras |= {"bias": (1, 8, 4096, 4096)} if name == "bias" else {}
+            extras |= {"bias": BIASES.get(name)}
             extras |= {} if name == "full" else {"mask": CAUSAL}
             inputs, spec = call(**extras, **dims)
-            if pallas_gpu.why_not(inputs, spec, H200):
-                continue
-            for params in implementation.forward.choices(inputs, spec, H200):
+            refused = pallas_gpu.why_not(inputs, spec, H200)
+            for params in () if refused else implementation.forward.choices(inputs, spec, H200):
                 tiles = pallas_gpu.chosen_tiles(inputs, params)
                 sizes = f"{tiles.block_q}x{tiles.block_k}x{tiles.stages}"
                 run = functools.partial(forward_program, tiles, name, **dims)
                 yield f"forward-{name}-{head_dim}-{value_dim}-{sizes}", run
-            if name == "bias" or pallas_gpu.why_not_backward(inputs, spec, H200):
-                continue
             for params in implementation.backward.choices(inputs, spec, H200):
                 sizes = f"{params.q_blocksize}x{params.kv_blocksize}x{params.num_stages}"
                 run = functools.partial(backward_program, params, name, **dims)

@@ -19,6 +19,12 @@ from ejkernel import settings
 from ejkernel.kernels.common import mosaic_gpu
 from ejkernel.kernels.flash_attention import pallas_gpu, pallas_gpu_walk, reference
 from ejkernel.kernels.flash_attention.inputs import Dropout, Inputs, Spec
+from ejkernel.kernels.flash_attention.pallas_gpu_backward_kernel import (
+    OF_KEYS,
+    OF_KEYS_AND_VALUES,
+    OF_QUERIES,
+    OF_VALUES,
+)
 from ejkernel.kernels.flash_attention.pallas_gpu_forward import Tiles
 from ejkernel.types.rules import (
     And,
@@ -203,14 +209,32 @@ def _check_assembly(names):
         assert (name, report.spilled, report.complaints) == (name, 0, [])
 
 
-def test_a_backward_that_does_not_fit_is_refused():
+def test_the_backward_takes_every_head_dim_and_feature():
     if mosaic_gpu.why_missing():
         pytest.skip(str(mosaic_gpu.why_missing()))
     refused = lambda **change: _refused_backward(*programs.call(**change))
-    assert refused(head_dim=128) is None
-    assert "at most 256 in this backward pass, got 256 and 256" in refused(head_dim=256)
-    assert "at most 128" in refused(head_dim=128, dropout=True)
-    assert "does not support bias" in refused(bias=(1, 8, 4096, 4096))
+    for head_dim in (8, 128, 192, 256):
+        assert refused(head_dim=head_dim) is None
+        assert refused(head_dim=head_dim, dropout=True, soft_cap=50.0) is None
+        assert refused(head_dim=head_dim, bias=(1, 8, 4096, 4096), sinks=True) is None
+    assert "multiple of 8 up to 256, got 264" in refused(head_dim=264)
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("value_dim", [16, 64, 96, 128, 192, 256])
+def test_every_kernel_of_the_backward_fits_shared_memory(head_dim, value_dim):
+    """Two tiles of what is summed from, at least: one is read while the other comes."""
+    inputs, spec = programs.call(head_dim=head_dim, value_dim=value_dim, sinks=True)
+    for params in pallas_gpu.IMPLEMENTATION.backward.choices(inputs, spec, H200):
+        of_keys, of_queries = pallas_gpu.chosen_backward_tiles(inputs, spec, params)
+        parts = [OF_VALUES, OF_KEYS] if len(of_keys) == 2 else [OF_KEYS_AND_VALUES]
+        with_sinks = dataclasses.replace(OF_QUERIES, rows=True)
+        for part, tiles in zip((*parts, with_sinks), (*of_keys, of_queries), strict=True):
+            stages = part.stages(tiles, (head_dim, value_dim))
+            assert stages is not None
+            assert min(stages[i] for i in part.summed) >= 2
+            # With overlap, memory is given back a tile later.
+            assert not tiles.overlap or part == OF_VALUES or stages[0] >= 3
 
 
 @needs_assembler

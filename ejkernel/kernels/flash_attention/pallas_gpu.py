@@ -1,5 +1,6 @@
 """Flash attention on Hopper GPUs, in Pallas: who can be served, and with which tiles."""
 
+import dataclasses
 import functools
 
 import jax
@@ -49,7 +50,16 @@ def backward(
 
 
 def why_not(inputs: Inputs, spec: Spec, device: Device) -> str | None:
-    """What keeps these kernels from taking the call, or None."""
+    """What keeps the forward kernel from taking the call, or None."""
+    if reason := why_not_backward(inputs, spec, device):
+        return reason
+    if _default(inputs) is None:
+        return f"has no registers for dropout with a value dim of {inputs.value.shape[3]}"
+    return None
+
+
+def why_not_backward(inputs: Inputs, spec: Spec, device: Device) -> str | None:
+    """What keeps the backward kernels from taking the call, or None."""
     interpreted = settings.interpret() and device.platform != "gpu"
     if reason := gpu.why_missing(interpreted):
         return reason
@@ -68,8 +78,6 @@ def why_not(inputs: Inputs, spec: Spec, device: Device) -> str | None:
         return f"needs at most {pallas_gpu_walk.MOST_KEYS} keys, got {inputs.key.shape[1]}"
     if not spec.softmax_scale > 0:
         return f"needs a positive softmax_scale, got {spec.softmax_scale}"
-    if _default(inputs) is None:
-        return f"has no registers for dropout with a value dim of {inputs.value.shape[3]}"
     return pallas_gpu_walk.why_not(inputs.mask or Everything())
 
 
@@ -156,11 +164,6 @@ def _params(tiles: Tiles) -> FwdParams:
 _ROOM = 192
 
 
-def why_not_backward(inputs: Inputs, spec: Spec, device: Device) -> str | None:
-    """What keeps the backward kernels from taking the call, or None."""
-    return why_not(inputs, spec, device)
-
-
 def _extra(inputs: Inputs, spec: Spec) -> int:
     """Numbers that weights take beyond the exponentials."""
     return 64 if inputs.dropout is not None else 0 if spec.logits_soft_cap is None else 32
@@ -202,7 +205,11 @@ def _backward_tiles(
     wide = BackwardTiles(2, 128, stages, False)
     if columns > 64 and sums + 128 < _ROOM and part.stages(wide, _dims(inputs)):
         return wide
-    return BackwardTiles(2, 64, stages, sums + 64 * with_overlap <= _ROOM)
+    tiles = BackwardTiles(2, 64, stages, True)
+    # What products and sums both read is given back a tile later.
+    found = part.stages(tiles, _dims(inputs))
+    early = part == OF_VALUES or (found is not None and found[0] > 2)
+    return dataclasses.replace(tiles, overlap=early and sums + 64 * with_overlap <= _ROOM)
 
 
 def heuristic_backward(inputs: Inputs, spec: Spec, device: Device) -> BwdParams:

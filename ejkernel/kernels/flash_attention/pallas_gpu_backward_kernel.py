@@ -87,7 +87,8 @@ class Part:
             return held + moving + terms * stages[0] <= room
 
         least = [2 if i in self.summed else 1 for i in range(2)]
-        both = itertools.product(*(range(low, max(tiles.stages, low) + 1) for low in least))
+        first, second = (range(low, max(tiles.stages, low) + 1) for low in least)
+        both = itertools.product(first, second)
         fit = [x for x in both if abs(x[0] - x[1]) <= 1 and fits(x)]
         kept = self.summed[-1] if self.summed else 0
         return max(fit, key=lambda x: (min(x), x[kept], sum(x)), default=None)
