@@ -85,6 +85,8 @@ FEATURES = {
     "chunks": lambda: {"mask": Chunks(512)},
     "lengths": lambda: {"mask": KeyLength(jnp.array([3000, 100])) & CAUSAL},
     "dense": lambda: {"mask": _random_mask()},
+    "prefix": lambda: {"mask": CAUSAL | KeyLength(jnp.array([3000, 100]))},
+    "union": lambda: {"mask": CAUSAL | Segments(_documents(), _documents())},
     "bias": lambda: {"bias": BIASES["bias"], "mask": CAUSAL},
     "bias_of_keys": lambda: {"bias": BIASES["bias_of_keys"], "mask": CAUSAL},
     "soft_cap": lambda: {"soft_cap": 50.0, "mask": CAUSAL},

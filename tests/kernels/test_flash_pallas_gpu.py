@@ -29,6 +29,7 @@ from ejkernel.kernels.flash_attention.pallas_gpu_forward import Tiles
 from ejkernel.types.rules import (
     And,
     Band,
+    Blocks,
     Chunks,
     Dense,
     Everything,
@@ -50,6 +51,8 @@ def _random_mask(*shape):
     return jnp.asarray(np.random.default_rng(0).random(shape) < 0.4)
 
 
+BLOCKS = Blocks(jnp.ones((1, 1, 32, 32), bool), 128, 128)
+DENSE = Dense(jnp.ones((1, 1, 1, 8), bool))
 PACKED = Segments(_ids(70, 45, 100, -25), _ids(70, 45, 100, -25))
 _LAID = _ids(70, 45, 1, 100, -24)
 DOCUMENTS = Segments(_LAID, _LAID, documents=8)
@@ -68,6 +71,12 @@ RULES = {
     "types": TokenTypes(_ids(50, 90, 100), _ids(110, 30, 100), "none"),
     "keys": Dense(_random_mask(2, 1, 1, 240)),
     "dense": And((Dense(_random_mask(1, 2, 240, 240)), Band(None, 0))),
+    "prefix": Or((Band(None, 0), KeyLength(jnp.array([100, 0])))),
+    "images": Or((Band(-60, 0), TokenTypes(_ids(50, 90, 100), _ids(50, 90, 100), "both"))),
+    "unions": PACKED & Or((Band(-9, 0), Dense(_random_mask(1, 2, 240, 240)))) & Or((Chunks(20),)),
+    "nested": Or((Band(None, -30) & Or((Chunks(48), KeyLength(9))), QueryLength(7))),
+    "one_of_all": Or((Band(None, 0), And(()))),
+    "none": Or(()),
 }
 
 
@@ -140,6 +149,8 @@ def _evaluate(seen, row, head, q, k):
     if seen.dense is not None:
         mask = pick(seen.dense)
         tile &= mask[head % mask.shape[0]][np.ix_(q, k)] != 0
+    for either in seen.unions:
+        tile &= np.any([_evaluate(one, row, head, q, k) for one in either], axis=0)
     return tile
 
 
@@ -171,7 +182,9 @@ def test_registers_of_all_warpgroups_fit():
         ({"head_dim": 36}, H200, "head dim that is a multiple of 8"),
         ({"head_dim": 264}, H200, "up to 256"),
         ({"queries": 4090}, H200, None),
-        ({"mask": Or((Band(None, 0), Chunks(64)))}, H200, "masks made of Or"),
+        ({"mask": Or((Band(None, 0), Chunks(64)))}, H200, None),
+        ({"mask": Or((Band(None, 0), BLOCKS))}, H200, "masks made of Blocks"),
+        ({"mask": And((DENSE, DENSE))}, H200, "two dense masks at once"),
         ({}, H200, None),
         ({"head_dim": 192, "value_dim": 128, "mask": RULES["causal"]}, H200, None),
     ],
@@ -333,6 +346,8 @@ INTERPRETED = {
     "blind": {"mask": Band(None, -70)},
     "packed": {"batch": 1, "mask": Segments(_ids(100, 60, 80, -16), _ids(100, 60, 80, -16))},
     "lengths": {"mask": KeyLength(jnp.array([50, 0]))},
+    "prefix": {"mask": Or((Band(None, 0), KeyLength(jnp.array([100, 0]))))},
+    "union": {"mask": Or((Band(-70, 0), Segments(_ids(90, 100, 66), _ids(90, 100, 66))))},
     "dense": {"queries": 128, "mask": Dense(_random_mask(1, 2, 128, 128))},
     "bias": {"queries": 128, "bias": (1, 2, 128, 128)},
     "bias_of_keys": {"queries": 128, "bias": (1, 1, 1, 128)},

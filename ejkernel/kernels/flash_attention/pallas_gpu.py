@@ -256,6 +256,7 @@ _FEATURES = frozenset(
         "chunks",
         "lengths",
         "mask",
+        "union",
         "bias",
         "sinks",
         "dropout",

@@ -1,6 +1,7 @@
 """From products of queries and keys to logits and weights, in the registers of a warpgroup."""
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -18,12 +19,24 @@ LOG2_E = math.log2(math.e)
 
 
 @dataclasses.dataclass(frozen=True)
+class Condition:
+    """A `Visibility` inside a kernel: what its arrays' names begin with, and how many there are."""
+
+    prefix: str
+    pairs: int
+    unions: tuple[tuple["Condition", ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Operands:
     """The arrays behind mask, bias and dropout, by the names under which a kernel gets them."""
 
     arrays: dict[str, jax.Array]
-    pairs: int
-    masked: bool
+    condition: Condition | None
+
+    @property
+    def masked(self) -> bool:
+        return self.condition is not None
 
     @classmethod
     def of(
@@ -37,18 +50,26 @@ class Operands:
         """What tiles need; where keys are their rows, what pairs have stands transposed too."""
         arrays = {}
         turned = lambda x: jnp.swapaxes(x, 2, 3) if transposed else x
-        if seen is not None:
-            dense = None if seen.dense is None else turned(seen.dense)
-            named = {"lower": seen.lower, "upper": seen.upper, "dense": dense}
+
+        def named(seen: Visibility, prefix: str) -> Condition:
+            here = {"lower": seen.lower, "upper": seen.upper}
+            here["dense"] = None if seen.dense is None else turned(seen.dense)
             for i, (query, key) in enumerate(seen.pairs):
-                named |= {f"query_number_{i}": query, f"key_number_{i}": key}
-            arrays |= {name: x for name, x in named.items() if x is not None}
+                here |= {f"query_number_{i}": query, f"key_number_{i}": key}
+            arrays.update({prefix + name: x for name, x in here.items() if x is not None})
+            unions = tuple(
+                tuple(named(one, f"{prefix}{i}_{j}_") for j, one in enumerate(either))
+                for i, either in enumerate(seen.unions)
+            )
+            return Condition(prefix, len(seen.pairs), unions)
+
+        condition = None if seen is None else named(seen, "")
         if inputs.bias is not None:
             arrays["bias"] = turned(_whole_blocks(inputs.bias, q_size, kv_size))
         if inputs.dropout is not None:
             seed, batch, head = (jnp.asarray(x).reshape(-1) for x in inputs.dropout)
             arrays |= {"seed": seed, "batch_index": batch, "head_index": head}
-        return cls(arrays, len(seen.pairs) if seen is not None else 0, seen is not None)
+        return cls(arrays, condition)
 
 
 def _whole_blocks(bias: jax.Array, q_size: int, kv_size: int) -> jax.Array:
@@ -87,10 +108,9 @@ class Tile:
         self.row, self.head, self.first_row = row, head, first_row
         self.shape, self.transposed = (ROWS, columns), transposed
         self.needs_place = operands.masked or "bias" in refs or "seed" in refs
-        kind = "key" if transposed else "query"
-        names = [f"{kind}_number_{i}" for i in range(operands.pairs)]
-        names += [] if transposed else ["lower", "upper"]
-        self._of_rows = {name: self._rows(refs[name]) for name in names if name in refs}
+        kinds = ("key_number",) if transposed else ("query_number", "lower", "upper")
+        names = [name for name in operands.arrays if any(kind in name for kind in kinds)]
+        self._of_rows = {name: self._rows(refs[name]) for name in names}
 
     def logits(
         self, products: jax.Array, at: Any, with_mask: bool, with_bias: bool = True
@@ -132,9 +152,13 @@ class Tile:
 
     def visible(self, at: Any) -> jax.Array:
         """Which pairs of a partial tile the mask allows."""
-        columns = gpu.pl.ds(at, self.shape[1])
+        assert self.operands.condition is not None
+        return self._satisfied(self.operands.condition, at)
+
+    def _satisfied(self, condition: Condition, at: Any) -> jax.Array:
         parts = []
-        for name, compare in (("lower", jnp.greater_equal), ("upper", jnp.less_equal)):
+        for kind, compare in (("lower", jnp.greater_equal), ("upper", jnp.less_equal)):
+            name = condition.prefix + kind
             if name not in self.refs:
                 continue
             if self.transposed:
@@ -144,20 +168,22 @@ class Tile:
                 key = gpu.column_index(self.shape)
                 bound = gpu.along_rows(self._of_rows[name] - at, self.shape)
             parts.append(compare(key, bound))
-        for i in range(self.operands.pairs):
+        for i in range(condition.pairs):
             mine, other = ("key", "query") if self.transposed else ("query", "key")
-            number = gpu.along_rows(self._of_rows[f"{mine}_number_{i}"], self.shape)
-            others = self._columns(self.refs[f"{other}_number_{i}"], at)
-            parts.append(number == gpu.along_columns(others, self.shape))
-        if "dense" in self.refs:
-            ref = self.refs["dense"]
+            number = self._of_rows[f"{condition.prefix}{mine}_number_{i}"]
+            others = self._columns(self.refs[f"{condition.prefix}{other}_number_{i}"], at)
+            others = gpu.along_columns(others, self.shape)
+            parts.append(gpu.along_rows(number, self.shape) == others)
+        if (name := condition.prefix + "dense") in self.refs:
+            ref = self.refs[name]
             row, head = self.broadcast(ref)
-            place = ref.at[row, head, gpu.pl.ds(self.first_row, ROWS), columns]
-            parts.append(gpu.load(place, gpu.plgpu.Layout.WGMMA).astype(jnp.int32) != 0)
-        visible = parts[0]
-        for part in parts[1:]:
-            visible = visible & part
-        return visible
+            rows, columns = gpu.pl.ds(self.first_row, ROWS), gpu.pl.ds(at, self.shape[1])
+            part = gpu.load(ref.at[row, head, rows, columns], gpu.plgpu.Layout.WGMMA)
+            parts.append(part.astype(jnp.int32) != 0)
+        for either in condition.unions:
+            found = (self._satisfied(one, at) for one in either)
+            parts.append(functools.reduce(jnp.logical_or, found))
+        return functools.reduce(jnp.logical_and, parts)
 
     def bias(self, at: Any) -> jax.Array:
         """The bias of a tile, float32."""

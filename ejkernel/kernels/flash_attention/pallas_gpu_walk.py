@@ -18,6 +18,7 @@ from ejkernel.types.rules import (
     Dense,
     Everything,
     KeyLength,
+    Or,
     QueryLength,
     Rule,
     Segments,
@@ -63,12 +64,14 @@ class Visibility(NamedTuple):
         upper: the last one.
         pairs: numbers of queries and of keys that must be equal.
         dense: a mask of pairs, nonzero where allowed.
+        unions: of each of these, one must be satisfied.
     """
 
     lower: jax.Array | None = None  # [b', t]
     upper: jax.Array | None = None  # [b', t]
     pairs: tuple[tuple[jax.Array, jax.Array], ...] = ()  # [b', t], [b', s]
     dense: jax.Array | None = None  # [b', n', t, s] int8
+    unions: tuple[tuple["Visibility", ...], ...] = ()
 
     def repeated(self, size: int) -> "Visibility":
         """The same for queries that come again and again, up to so many."""
@@ -83,13 +86,14 @@ class Visibility(NamedTuple):
 
 def why_not(rule: Rule) -> str | None:
     """Why the kernels cannot evaluate this mask, or None."""
-    supported = (Band, Chunks, Dense, Everything, KeyLength, QueryLength, Segments, TokenTypes)
+    supported = (Band, Chunks, Dense, Everything, KeyLength, Or, QueryLength, Segments, TokenTypes)
     kinds = [type(part).__name__ for part in rule.parts() if not isinstance(part, supported)]
     if kinds:
         return f"does not support masks made of {', '.join(sorted(set(kinds)))}"
     if sum(isinstance(part, Dense) for part in rule.parts()) > 1:
         return "does not support two dense masks at once"
-    return None
+    inner = [one for part in rule.parts() if isinstance(part, Or) for one in part.rules]
+    return next(filter(None, map(why_not, inner)), None)
 
 
 class Units(NamedTuple):
@@ -234,8 +238,17 @@ def visibility(rule: Rule, q_len: int, kv_len: int, q_size: int, kv_size: int) -
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _visibility(rule, q_len, kv_len, q_size, kv_size) -> Visibility:
+    seen = _seen(rule, q_len, kv_len, q_size, kv_size)
+    if kv_len < kv_size or not jax.tree.leaves(seen):
+        last = jnp.full((1, q_size), kv_len - 1, jnp.int32)
+        return seen._replace(upper=last if seen.upper is None else jnp.minimum(seen.upper, last))
+    return seen
+
+
+def _seen(rule, q_len, kv_len, q_size, kv_size) -> Visibility:
+    """What a rule asks of pairs, whatever lies past the last key."""
     query = jnp.arange(q_size, dtype=jnp.int32)[None]  # [1, t]
-    lowers, uppers, pairs, dense = [], [], [], None
+    lowers, uppers, pairs, unions, dense = [], [], [], [], None
     per_row = lambda number: jnp.asarray(number, jnp.int32).reshape(-1, 1)  # [b', 1]
     near = lambda number: jnp.clip(per_row(number), -_FAR, _FAR)
     for part in rule.parts():
@@ -264,6 +277,12 @@ def _visibility(rule, q_len, kv_len, q_size, kv_size) -> Visibility:
             q_numbers, kv_numbers = part._values()
             kv_numbers = _padded(kv_numbers, kv_size, _NO_KEY)
             pairs.append((_padded(q_numbers, q_size, _NO_QUERY), kv_numbers))
+        elif isinstance(part, Or):
+            either = tuple(_seen(one, q_len, kv_len, q_size, kv_size) for one in part.rules)
+            if not either:
+                uppers.append(jnp.full((1, 1), -1, jnp.int32))
+            elif all(map(jax.tree.leaves, either)):  # else one of them asks for nothing
+                unions.append(either)
         elif isinstance(part, Dense):
             dense = part.mask.reshape((-1, *part.mask.shape[-3:]))
     if dense is not None:
@@ -276,11 +295,10 @@ def _visibility(rule, q_len, kv_len, q_size, kv_size) -> Visibility:
             whole = jnp.broadcast_to(dense, (*dense.shape[:2], q_len, kv_len)).astype(jnp.int8)
             padding = ((0, 0), (0, 0), (0, q_size - q_len), (0, kv_size - kv_len))
             dense = jnp.pad(whole, padding)
-    if kv_len < kv_size or not (lowers or uppers or pairs or dense is not None):
-        uppers.append(jnp.full((1, 1), kv_len - 1, jnp.int32))
     spread = lambda x: jnp.broadcast_to(x, (x.shape[0], q_size))
     bound = lambda these, choose: spread(functools.reduce(choose, these)) if these else None
-    return Visibility(bound(lowers, jnp.maximum), bound(uppers, jnp.minimum), tuple(pairs), dense)
+    lower, upper = bound(lowers, jnp.maximum), bound(uppers, jnp.minimum)
+    return Visibility(lower, upper, tuple(pairs), dense, tuple(unions))
 
 
 def _documents(part: Segments, size: int) -> tuple[jax.Array, jax.Array]:
