@@ -376,6 +376,7 @@ INTERPRETED = {
         "sinks": True,
         "mask": KeyLength(jnp.array([900, 300])) & Band(None, 800),
     },
+    "few_queries_union": {"queries": 4, "keys": 72, "mask": Band(None, 9) | Band(50, None)},
     "split_bias": {"queries": 1, "keys": 1024, "heads": 4, "bias": (1, 4, 1, 1024)},
     "float16": {"queries": 128, "dtype": jnp.float16},
     "odd_lengths": {"queries": 127, "keys": 201, "mask": Band(None, 74)},

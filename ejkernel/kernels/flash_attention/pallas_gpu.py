@@ -235,11 +235,12 @@ def _backward_params(inputs: Inputs, spec: Spec, params: BwdParams) -> BwdParams
 def behind_backward(inputs: Inputs, spec: Spec, device: Device) -> frozenset[Platform]:
     """CuDNN computes five products for a tile where these two kernels compute seven.
 
-    Narrow heads are bound by the exponentials, though, and of packed documents cuDNN computes more.
+    That decides between 64 and 128 columns: narrower heads are bound by the exponentials, wider
+    ones by what it does with them. And of packed documents it computes more.
     """
-    wide = sum(_dims(inputs)) > 128
+    between = 128 < sum(_dims(inputs)) <= 256
     packed = "segments" in (inputs.mask or Everything()).features()
-    return frozenset({Platform.CUDA}) if wide and not packed else frozenset()
+    return frozenset({Platform.CUDA}) if between and not packed else frozenset()
 
 
 def _interpreted(inputs: Inputs) -> bool:

@@ -81,6 +81,7 @@ class Visibility(NamedTuple):
             upper=None if self.upper is None else rows(self.upper, 1),
             pairs=tuple((rows(query, 1), key) for query, key in self.pairs),
             dense=None if self.dense is None else rows(self.dense, 2),
+            unions=tuple(tuple(one.repeated(size) for one in either) for either in self.unions),
         )
 
 
