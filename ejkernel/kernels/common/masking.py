@@ -159,10 +159,15 @@ def _packing(op: str, extent: Extent, cum_q: Any, cum_k: Any) -> _Packing:
     return _Packing(segments, positions, cum_q.shape[0] - 1)
 
 
+_FEW = 2**24  # numbers to compare
+
+
 def _ids(cum: jax.Array, tokens: int) -> jax.Array:
     """The sequence of each token [1, tokens]; -1 past the last."""
     index = jnp.arange(tokens, dtype=cum.dtype)
-    ids = jnp.searchsorted(cum, index, side="right").astype(jnp.int32) - 1
+    # Few are compared with all, which is one small kernel where searching is a loop of many.
+    method = "compare_all" if cum.size * tokens <= _FEW else "scan"
+    ids = jnp.searchsorted(cum, index, side="right", method=method).astype(jnp.int32) - 1
     return jnp.where(index < cum[-1], ids, -1)[None]
 
 
