@@ -261,6 +261,14 @@ class _Forward:
                 return 0
             return self.refs["index"][lists * self.blocks + j] * tiles.block_k
 
+        def mine():
+            """The warpgroup; if queries are wide, as if it was not known before.
+
+            Else where each part of the queries begins stays in registers, which are short.
+            """
+            wide = self.matrices["queries"].columns > 192
+            return lax.optimization_barrier(warpgroup) if wide else warpgroup
+
         def softmax(products, at, with_mask, peak, mass):
             logits, factor, _ = tile.logits(products, at, with_mask)
             top = gpu.reduce_rows(logits, jnp.maximum, jnp.max) * factor
@@ -280,7 +288,7 @@ class _Forward:
         plgpu.barrier_wait(self.shared.key_here.at[slot])
 
         def first(accumulators, values):
-            engine.inner(accumulators[0], shared.queries, warpgroup, shared.keys, slot)
+            engine.inner(accumulators[0], shared.queries, mine(), shared.keys, slot)
 
         nothing = gpu.full((ROWS, tiles.block_k), 0.0)
         ((logits,), _) = engine.run(first, (nothing,))
@@ -302,7 +310,7 @@ class _Forward:
             def both(accumulators, values):
                 total, logits = accumulators
                 peak, mass, weights, shrink = values
-                engine.inner(logits, shared.queries, warpgroup, shared.keys, slot)
+                engine.inner(logits, shared.queries, mine(), shared.keys, slot)
                 engine.outer(total, weights[...], shared.values, before)
                 if tiles.turns:
                     following = lax.rem(warpgroup + 1, tiles.consumers)
