@@ -155,4 +155,12 @@ def _programs():
 
 
 PROGRAMS = dict(_programs())
-QUICK = ["forward-packed-128-128-128x128x2", "backward-causal-128-128-64x64x4"]
+
+
+def _defaults():
+    """The first choice of every pass and feature with head dim 128, and of causal ones anywhere."""
+    first = {name.rpartition("-")[0]: name for name in reversed(PROGRAMS)}
+    return [name for kind, name in first.items() if kind.endswith("-128-128") or "-causal-" in kind]
+
+
+QUICK = _defaults()

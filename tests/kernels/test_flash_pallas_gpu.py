@@ -217,7 +217,7 @@ needs_assembler = pytest.mark.skipif(
 def _check_assembly(names):
     reports = gpu_compile.compile_all("kernels.flash_gpu_programs", names)
     # Of two programs with the same kernel, only the first has it assembled.
-    assert reports[names[0]].kernels == 1
+    assert reports[names[0]].kernels >= 1
     for name, report in reports.items():
         assert (name, report.spilled, report.complaints) == (name, 0, [])
 
@@ -251,14 +251,17 @@ def test_every_kernel_of_the_backward_fits_shared_memory(head_dim, value_dim):
 
 
 @needs_assembler
-def test_the_plain_kernels_assemble_without_spills():
-    _check_assembly(programs.QUICK)
+@pytest.mark.parametrize("part", range(4))
+def test_the_kernels_of_first_choice_assemble_without_spills(part):
+    _check_assembly(programs.QUICK[part::4])
 
 
 @needs_assembler
 @pytest.mark.slow
-def test_every_kernel_assembles_without_spills():
-    _check_assembly([name for name in programs.PROGRAMS if name not in programs.QUICK])
+@pytest.mark.parametrize("part", range(8))
+def test_every_kernel_assembles_without_spills(part):
+    others = [name for name in programs.PROGRAMS if name not in programs.QUICK]
+    _check_assembly(others[part::8])
 
 
 def _draw(inputs: Inputs, seed: int = 0) -> Inputs:
