@@ -4,6 +4,7 @@ python benchmarks/flash_gpu.py                        every case, a table
 python benchmarks/flash_gpu.py --json results.json    and the figures as JSON
 python benchmarks/flash_gpu.py --cases full,window --passes forward --platforms triton --tune
 python benchmarks/flash_gpu.py --peers "jax cudnn,torch sdpa" --limit 30 --total 200
+python benchmarks/flash_gpu.py --workers 4            compile in four processes, time in one
 
 A result is compared with the definition in float32 for one key head and its group of query heads:
 its error may be at most twice that of plain attention in bfloat16. What is wrong is not timed.
@@ -11,6 +12,7 @@ Forward and backward passes count as 4 and 10 operations for each visible pair, 
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
@@ -24,87 +26,18 @@ import flash_peers
 import jax
 import jax.numpy as jnp
 import numpy as np
-from programs import Programs, in_turns, seconds_of, within
+from filelock import FileLock
+from flash_cases import CASES, CAUSAL, TILE, Case, pairs, tiles
+from programs import Programs, by_workers, in_turns, seconds_of, within
 
 from ejkernel.kernels.flash_attention import OP, reference
 from ejkernel.kernels.flash_attention.api import flash_attention
 from ejkernel.kernels.flash_attention.inputs import Inputs
 from ejkernel.ops import default_executor, executor, policy_override
 from ejkernel.ops.executor import Request
-from ejkernel.types.block_map import block_map
 
 PLATFORMS = ("pallas", "triton", "cuda", "auto")
 PEERS = ("jax cudnn", "tokamax", "tokamax tuned", "torch sdpa", "torch flex")
-TILE = 128
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A call: its shape, and what it asks for beyond that."""
-
-    name: str
-    batch: int
-    length: int
-    heads: int
-    kv_heads: int
-    dim: int
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    cuts: tuple[int, ...] = ()  # where documents begin and end
-    bias: bool = False
-    queries: int | None = None  # where there are fewer than keys
-
-    def arguments(self) -> dict[str, Any]:
-        shape = (self.batch, self.queries or self.length, self.heads, self.dim)
-        kv_shape = (self.batch, self.length, self.kv_heads, self.dim)
-        draw = lambda seed, shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
-        arguments = {"query": draw(0, shape), "key": draw(1, kv_shape), "value": draw(2, kv_shape)}
-        if self.bias:
-            arguments["bias"] = draw(3, (1, self.heads, self.length, self.length))
-        if self.cuts:
-            arguments["cum_seqlens_q"] = jnp.array(self.cuts, jnp.int32)
-        return {**arguments, **self.options}
-
-
-def _documents() -> tuple[int, ...]:
-    inner = np.random.default_rng(0).choice(np.arange(1, 16384), 36, replace=False)
-    return (0, *map(int, np.sort(inner)), 16384)
-
-
-CAUSAL = {"causal": True}
-CASES = (
-    Case("causal", 1, 16384, 16, 16, 128, CAUSAL),
-    Case("full", 1, 16384, 16, 16, 128),
-    Case("causal_4k", 4, 4096, 16, 16, 128, CAUSAL),
-    Case("full_4k", 4, 4096, 16, 16, 128),
-    Case("causal_64", 4, 4096, 32, 8, 64, CAUSAL),
-    Case("full_64", 4, 4096, 32, 8, 64),
-    Case("causal_256", 2, 8192, 8, 8, 256, CAUSAL),
-    Case("packed_8", 1, 16384, 16, 16, 128, CAUSAL, tuple(range(0, 16385, 2048))),
-    Case("packed_37", 1, 16384, 16, 16, 128, CAUSAL, _documents()),
-    Case("window", 1, 16384, 16, 16, 128, CAUSAL | {"sliding_window": (1023, 0)}),
-    Case("soft_cap", 1, 16384, 16, 16, 128, CAUSAL | {"logits_soft_cap": 50.0}),
-    Case("bias", 1, 4096, 16, 16, 128, bias=True),
-    Case("decode", 8, 32768, 32, 8, 128, queries=1),
-)
-
-
-def pairs(inputs: Inputs) -> int:
-    """How many (query, key) pairs of one head the mask allows, over the batch."""
-    rule, queries, keys = inputs.mask, inputs.query.shape[1], inputs.key.shape[1]
-    rows = min(queries, 1024)
-
-    @jax.jit
-    def some(start: Any) -> jax.Array:
-        return rule.slice(start, rows, 0, keys).dense(rows, keys).sum()  # type: ignore[union-attr]
-
-    return inputs.query.shape[0] * sum(int(some(i)) for i in range(0, queries, rows))
-
-
-def tiles(inputs: Inputs) -> int:
-    """How many tiles of one head hold a visible pair, over the batch."""
-    queries, keys = inputs.query.shape[1], inputs.key.shape[1]
-    state = block_map(inputs.mask, queries, keys, TILE, TILE).state  # type: ignore[arg-type]
-    return int((state > 0).sum()) * inputs.query.shape[0] // state.shape[0]
 
 
 def part(tree: Any, group: int) -> Any:
@@ -189,9 +122,18 @@ def differentiated(run: Callable, inputs: Inputs, d_out: Any, backward: bool) ->
 
 
 def measure(
-    case: Case, platforms: list[str], others: list[str], passes: list[str], limit: float, end: float
+    case: Case,
+    platforms: list[str],
+    others: list[str],
+    passes: list[str],
+    limit: float,
+    end: float,
+    alone: Any,
 ) -> dict[str, dict[str, Any]]:
-    """By pass, every implementation of a case: milliseconds, TFLOP/s, errors, or why none."""
+    """By pass, every implementation of a case: milliseconds, TFLOP/s, errors, or why none.
+
+    `alone` is entered once all is compiled, and keeps others off the device.
+    """
     call = default_executor().invocation(flash_attention, **case.arguments())
     inputs, spec = call.inputs, call.spec
     d_out = jax.random.normal(jax.random.key(9), inputs.query.shape, jnp.bfloat16)
@@ -211,6 +153,23 @@ def measure(
                 lambda run=run, name=name: flash_peers.lowered(name, run, inputs, d_out),
             )
     programs.wait()
+    with alone:
+        return timed(case, inputs, d_out, programs, truth, list(runs), others, passes, limit, end)
+
+
+def timed(
+    case: Case,
+    inputs: Inputs,
+    d_out: Any,
+    programs: Programs,
+    truth: Truth,
+    names: list[str],
+    others: list[str],
+    passes: list[str],
+    limit: float,
+    end: float,
+) -> dict[str, dict[str, Any]]:
+    """The programs of a case, checked, then timed in turns."""
     truth.compute(programs["truth"])
 
     def checked(result_of: Callable) -> dict[str, Any]:
@@ -226,7 +185,7 @@ def measure(
     report: dict[str, dict[str, Any]] = {}
     for which in passes:
         calls: dict[str, Callable] = {
-            name: lambda key=(which, name): programs[key](inputs, d_out) for name in runs
+            name: lambda key=(which, name): programs[key](inputs, d_out) for name in names
         }
         timers = {name: functools.partial(seconds_of, call) for name, call in calls.items()}
         if any(name.startswith("torch") for name in others) and importlib.util.find_spec("torch"):
@@ -321,8 +280,11 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=40, help="seconds for one of them in a case")
     parser.add_argument("--total", type=float, default=230, help="seconds for everything")
     parser.add_argument("--tune", action="store_true", help="measure every candidate first")
+    parser.add_argument("--workers", type=int, default=1, help="processes that compile")
+    parser.add_argument("--lock", help=argparse.SUPPRESS)  # held by the worker on the device
     parser.add_argument("--json", help="where to write the figures")
     chosen = parser.parse_args()
+    names = chosen.cases.split(",")
     begin = time.monotonic()
     report: dict[str, Any] = {
         "device": jax.devices()[0].device_kind,
@@ -344,16 +306,25 @@ def main() -> None:
             with open(chosen.json, "w") as file:
                 json.dump(report, file, indent=2)
 
+    if chosen.workers > 1:
+        for found in by_workers(__file__, names, chosen):
+            report["cases"] |= found["cases"]
+            report["host"] |= found["host"]
+            save()
+        print(table(report))
+        return
+
+    alone = FileLock(chosen.lock) if chosen.lock else contextlib.nullcontext()
     with policy_override(default_executor().chooser, allow_autotune=chosen.tune):
         for case in CASES:
-            if case.name not in chosen.cases.split(","):
+            if case.name not in names:
                 continue
             end = begin + chosen.total
             if time.monotonic() > end:
                 print(f"{case.name}: no time left", flush=True)
                 continue
             try:
-                measured = measure(case, platforms, peers, passes, chosen.limit, end)
+                measured = measure(case, platforms, peers, passes, chosen.limit, end, alone)
             except Exception as failure:  # no truth, nothing to compare with
                 measured = {"": {"all": {"failed": f"{type(failure).__name__}: {failure}"[:300]}}}
             for which, results in measured.items():
@@ -361,9 +332,10 @@ def main() -> None:
                 for who, result in results.items():
                     print(f"{case.name:12} {which:8} {who:14} {said(result)}", flush=True)
             save()
-        for platform in platforms if "host" in chosen.cases.split(",") else ():
+        for platform in platforms if "host" in names else ():
             try:
-                report["host"][platform] = host(platform)
+                with alone:
+                    report["host"][platform] = host(platform)
             except Exception as failure:
                 report["host"][platform] = {"failed": f"{type(failure).__name__}: {failure}"[:300]}
             print(f"{'host':21} ours {platform:9} {said(report['host'][platform])}", flush=True)

@@ -2,10 +2,15 @@
 
 import concurrent.futures
 import contextlib
+import json
 import os
 import signal
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -67,6 +72,39 @@ def within(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def by_workers(script: str, names: list[str], chosen: Any) -> Iterator[dict[str, Any]]:
+    """The reports of several processes, each with some of the cases, whenever they may have grown.
+
+    All compile at the same time; `--lock` is a file that whoever uses the device holds meanwhile.
+    """
+    rest = [f"--{name}={value}" for name, value in vars(chosen).items() if _said(name, value)]
+    rest += [f"--{name}" for name, value in vars(chosen).items() if value is True]
+    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    with tempfile.TemporaryDirectory() as folder:
+        parts = [names[i :: chosen.workers] for i in range(chosen.workers)]
+        workers = []
+        for i, some in enumerate(filter(None, parts)):
+            own = [
+                f"--cases={','.join(some)}",
+                f"--json={folder}/{i}.json",
+                f"--lock={folder}/lock",
+            ]
+            command = [sys.executable, "-u", script, *rest, *own]
+            workers.append(subprocess.Popen(command, env=environment))
+        done = False
+        while not done:
+            time.sleep(0.5)
+            done = all(worker.poll() is not None for worker in workers)
+            for part in Path(folder).glob("*.json"):
+                with contextlib.suppress(json.JSONDecodeError):  # it is being written
+                    yield json.loads(part.read_text())
+
+
+def _said(name: str, value: Any) -> bool:
+    own = ("workers", "cases", "json", "lock")
+    return name not in own and not isinstance(value, bool) and value is not None
 
 
 class Programs:
