@@ -50,16 +50,7 @@ def backward(
 
 
 def why_not(inputs: Inputs, spec: Spec, device: Device) -> str | None:
-    """What keeps the forward kernel from taking the call, or None."""
-    if reason := why_not_backward(inputs, spec, device):
-        return reason
-    if _default(inputs) is None:
-        return f"has no registers for dropout with a value dim of {inputs.value.shape[3]}"
-    return None
-
-
-def why_not_backward(inputs: Inputs, spec: Spec, device: Device) -> str | None:
-    """What keeps the backward kernels from taking the call, or None."""
+    """What keeps these kernels from taking the call, or None."""
     interpreted = settings.interpret() and device.platform != "gpu"
     if reason := gpu.why_missing(interpreted):
         return reason
@@ -98,7 +89,7 @@ def candidates(inputs: Inputs, spec: Spec, device: Device) -> list[FwdParams]:
 
 def chosen_tiles(inputs: Inputs, params: FwdParams | None) -> Tiles:
     """The tiles asked for, in sizes that the hardware has; the others by default."""
-    default = _default(inputs) or Tiles(1, 64, 2)
+    default = _default(inputs)
     if params is None:
         return default
     head_dim, value_dim = _dims(inputs)
@@ -114,7 +105,7 @@ def _dims(inputs: Inputs) -> tuple[int, int]:
     return head_dim, value_dim
 
 
-def _default(inputs: Inputs) -> Tiles | None:
+def _default(inputs: Inputs) -> Tiles:
     sizes = [(2, 128), (2, 64), (1, 128), (1, 64)]
     if inputs.query.shape[1] <= ROWS:
         sizes = sizes[2:]
@@ -124,7 +115,7 @@ def _default(inputs: Inputs) -> Tiles | None:
         tiles = _fitting(consumers, block_k, *_dims(inputs))
         if tiles and _in_registers(tiles, inputs):
             return tiles
-    return None
+    return Tiles(1, 64, 2)
 
 
 def _unmasked(inputs: Inputs, block_k: int) -> bool:
@@ -145,15 +136,18 @@ def _fitting(
 
 def _in_registers(tiles: Tiles, inputs: Inputs) -> bool:
     """Whether a thread can hold its part of logits, weights and output."""
-    own = _dims(inputs)[1] // 2 + tiles.block_k * 3 // 4
+    dims = _dims(inputs)
+    own = dims[1] // 2 + tiles.block_k * 3 // 4
     if inputs.dropout is not None:  # the bits of every weight as well
         own += tiles.block_k // 2
     if inputs.bias is not None:
         own += 8
     if not pallas_gpu_forward.whole_tiles(inputs):  # where each strip is
-        own += 16
-    room = {1: 192, 2: 176, 3: 128 if _unmasked(inputs, tiles.block_k) else 104}
-    return own <= room[tiles.consumers]
+        own += max(16, 3 * gpu.Matrices(inputs.value.dtype, 1, ROWS, dims[1], False).strips)
+    room = {1: 192, 2: 176, 3: 128 if _unmasked(inputs, tiles.block_k) else 104}[tiles.consumers]
+    if max(dims) > 192 and tiles.block_k == 64:  # there are none for where the queries are
+        room += 32
+    return own <= room
 
 
 def _params(tiles: Tiles) -> FwdParams:
@@ -277,7 +271,7 @@ IMPLEMENTATION = Implementation(
     backward=Pass(
         run=backward,
         features=_FEATURES,
-        why_not=why_not_backward,
+        why_not=why_not,
         heuristic=heuristic_backward,
         candidates=candidates_backward,
         behind=behind_backward,

@@ -52,12 +52,8 @@ def backward(
         of_queries: tiles of the kernel of queries.
         interpreted: whether to run on a CPU.
     """
-    terms = row_terms(inputs, residuals, d_outputs, spec)
-    d_out = d_outputs.out
-    if inputs.sinks is not None or inputs.dropout is not None:
-        factor = jnp.swapaxes(terms.share, 1, 2)[..., None] / (1.0 - spec.dropout_prob)
-        d_out = (d_out * factor).astype(inputs.query.dtype)
-    kernel = functools.partial(run, inputs, d_out, spec, terms, interpreted)
+    terms = _row_terms(inputs, residuals, d_outputs, spec)
+    kernel = functools.partial(run, inputs, d_outputs.out, spec, terms, interpreted)
     if len(of_keys) == 1:
         d_value, d_key = kernel(OF_KEYS_AND_VALUES, *of_keys)
     else:
@@ -66,46 +62,49 @@ def backward(
     d_query, *sums = kernel(dataclasses.replace(OF_QUERIES, rows=with_sinks), of_queries)
     d_sinks = None
     if inputs.sinks is not None:
-        # What weights and their gradients sum to, from which the kernel has taken delta.
-        taken = sums[0][..., : terms.share.shape[2]] - jnp.where(terms.seen, terms.start, 0.0)
+        # What weights and their gradients sum to, less what they began with.
+        taken = sums[0][..., : terms.share.shape[2]] / (1.0 - spec.dropout_prob)
+        taken = taken - jnp.where(terms.seen, terms.start * terms.share, 0.0)
         d_sinks = per_sink(-((1.0 - terms.share) * taken).sum((0, 2)), inputs.sinks)
-    d_bias = None if inputs.bias is None else bias_gradient(kernel, inputs)
+    d_bias = None if inputs.bias is None else bias_gradient(kernel, inputs, spec)
     return Inputs(d_query, d_key, d_value, bias=d_bias, sinks=d_sinks, mask=None)
 
 
-class Terms(NamedTuple):
+class _Terms(NamedTuple):
     """What the logits of a row share, each [b, n, t].
 
-    With w the part of a row's weights that sinks leave to the keys (1 without sinks),
-    d_logits = 2 ** (logits - lse) * (w * d_weights - delta).
+    With p a weight, sinks in its denominator, and w the part that these leave to the keys (1
+    without sinks), d_logits = p * (d_weights + d_lse / w - delta).
     """
 
     lse: jax.Array  # in base 2; negative and in units of products where these begin with it
-    start: jax.Array  # what gradients of weights begin with, -delta
+    start: jax.Array  # d_lse / w - delta
     share: jax.Array  # w
     seen: jax.Array  # whether the row sees a key
 
 
-def row_terms(inputs: Inputs, residuals: Outputs, d_outputs: Outputs, spec: Spec) -> Terms:
+def _row_terms(inputs: Inputs, residuals: Outputs, d_outputs: Outputs, spec: Spec) -> _Terms:
     lse, d_lse = residuals.lse, d_outputs.lse.astype(jnp.float32)
     products = residuals.out.astype(jnp.float32) * d_outputs.out.astype(jnp.float32)
     # Summed on its own: together with what follows, XLA reads it five times as slowly.
     delta = jnp.swapaxes(lax.optimization_barrier(products.sum(-1)), 1, 2)
     seen = lse > -jnp.inf
-    safe = jnp.where(seen, lse * LOG2_E, jnp.inf)  # a row that sees nothing has weights of 0
-    if starts_with_lse(spec):
-        safe = safe * (-1.0 / (spec.softmax_scale * LOG2_E))
-    share = jnp.ones_like(lse)
+    share, exponent = jnp.ones_like(lse), lse * LOG2_E
     if inputs.sinks is not None:
-        share = share_of_keys(lse, inputs.sinks)
-    return Terms(safe, d_lse - share * delta, share, seen)
+        share = jnp.maximum(share_of_keys(lse, inputs.sinks), 1e-30)  # divided by
+        exponent = exponent - jnp.log2(share)
+        d_lse = jnp.where(seen, d_lse / share, 0.0)
+    exponent = jnp.where(seen, exponent, jnp.inf)  # a row that sees nothing has weights of 0
+    if starts_with_lse(spec):
+        exponent = exponent * (-1.0 / (spec.softmax_scale * LOG2_E))
+    return _Terms(exponent, d_lse - delta, share, seen)
 
 
 def run(
     inputs: Inputs,
     d_out: jax.Array,
     spec: Spec,
-    terms: Terms,
+    terms: _Terms,
     interpreted: bool,
     part: Part,
     tiles: Tiles,
@@ -139,7 +138,8 @@ def run(
         "key": inputs.key,
         "value": inputs.value,
         "d_out": d_out,
-        "terms": jnp.stack([lse, pad(terms.start, 0.0)], axis=2),
+        # Gradients are without the factor of dropout until they are written.
+        "terms": jnp.stack([lse, pad(terms.start * (1.0 - spec.dropout_prob), 0.0)], axis=2),
         "order": order,
         "count": plan.count.reshape(-1),
         "partial": plan.partial.reshape(-1),
@@ -151,8 +151,9 @@ def run(
     if part.rows:
         out_type.append(jax.ShapeDtypeStruct((b, n, kv_size if for_keys else q_size), jnp.float32))
     if part.logits:
-        shape = (*inputs.bias.shape[:2], q_size, kv_size)  # type: ignore[union-attr]
-        out_type.append(jax.ShapeDtypeStruct(shape, jnp.float32))
+        bias: jax.Array = inputs.bias  # type: ignore[assignment]
+        dtype = bias.dtype if bias.shape[:2] == (b, n) else jnp.float32  # or added to
+        out_type.append(jax.ShapeDtypeStruct((*bias.shape[:2], q_size, kv_size), dtype))
     work = Kernel(spec, part, tiles, operands, inputs, plan.index.shape, interpreted)
 
     def body(*refs: Any, **shared: Any) -> None:

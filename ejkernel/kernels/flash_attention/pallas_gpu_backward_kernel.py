@@ -275,7 +275,8 @@ class Kernel:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # all threads have done their products
         for i, total in zip(self.part.summed, sums, strict=True):
             scale = self.spec.softmax_scale if i == 0 else 1.0
-            shared.held[self.rooms[i]].put(warpgroup, (total * scale).astype(self.dtype))
+            total = (total * (scale / (1.0 - self.spec.dropout_prob))).astype(self.dtype)
+            shared.held[self.rooms[i]].put(warpgroup, total)
         plgpu.commit_smem()
         for result, i in zip(self.results, self.part.summed, strict=False):
             shared.held[self.rooms[i]].store(result, row, rows, head, warpgroup)
@@ -294,10 +295,12 @@ class Kernel:
         others = [x for x, at in ((tile.row, row), (tile.head, head)) if x is not at]
         first = functools.reduce(lax.bitwise_and, [x == 0 for x in others]) if others else True
         zero = lambda: gpu.full(tile.shape, 0.0)
-        put = functools.partial(operator.setitem, place, ...)
+        put = lambda x: operator.setitem(place, ..., x.astype(ref.dtype))
         if d_logits is None:
             gpu.pl.when(first)(lambda: put(zero()))
             return
+        if tile.drops:
+            d_logits = d_logits * (1.0 / (1.0 - self.spec.dropout_prob))
         if others:
             load = lambda: gpu.load(place, gpu.plgpu.Layout.WGMMA)
             d_logits = d_logits + lax.cond(first, zero, load)

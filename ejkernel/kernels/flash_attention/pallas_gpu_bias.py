@@ -7,9 +7,9 @@
 | one for all keys | is a sum over the tiles of a line, for every batch row and head |
 | one for all queries | is the same with tiles transposed |
 
-Of the first two there is one array of the size of the bias in float32, of the others one number for
-every token and head: what these share of it, XLA adds up. A bias of [1, 1, t, s] keeps only
-t / 128 multiprocessors busy.
+The first takes no memory of its own, the second an array of the size of the bias in float32, the
+others one number for every token and head, and XLA adds up what is shared of these. A bias of
+[1, 1, t, s] keeps only t / 128 multiprocessors busy.
 """  # noqa: E501
 
 from collections.abc import Callable
@@ -17,14 +17,16 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.flash_attention.inputs import Inputs
+from ejkernel.kernels.flash_attention.inputs import Inputs, Spec
 from ejkernel.kernels.flash_attention.pallas_gpu_backward_kernel import Part, Tiles
 from ejkernel.kernels.flash_attention.pallas_gpu_walk import Units, dealt
 
 TILES = Tiles(consumers=2, columns=64, stages=4, overlap=False)
 
 
-def bias_gradient(run: Callable[[Part, Tiles], list[jax.Array]], inputs: Inputs) -> jax.Array:
+def bias_gradient(
+    run: Callable[[Part, Tiles], list[jax.Array]], inputs: Inputs, spec: Spec
+) -> jax.Array:
     """[#b, #n, #t, #s] like the bias, from the kernel that `run` runs."""
     bias: jax.Array = inputs.bias  # type: ignore[assignment]
     t, s = bias.shape[2:]
@@ -36,7 +38,8 @@ def bias_gradient(run: Callable[[Part, Tiles], list[jax.Array]], inputs: Inputs)
     length = (inputs.key if of_keys else inputs.query).shape[1]
     rows = rows[..., None, :length] if of_keys else rows[..., :length, None]
     shared = [axis for axis, size in enumerate(bias.shape) if size == 1]
-    return rows.sum(shared, keepdims=True).astype(bias.dtype)
+    total = rows.sum(shared, keepdims=True) / (1.0 - spec.dropout_prob)
+    return total.astype(bias.dtype)
 
 
 def together(count: jax.Array, units: Units, shape: tuple[int, ...]) -> jax.Array:

@@ -262,11 +262,11 @@ class _Forward:
             return self.refs["index"][lists * self.blocks + j] * tiles.block_k
 
         def mine():
-            """The warpgroup; if queries are wide, as if it was not known before.
+            """The warpgroup; where registers are short, as if it was not known before.
 
-            Else where each part of the queries begins stays in registers, which are short.
+            Else they are taken by where each part of the queries begins.
             """
-            wide = self.matrices["queries"].columns > 192
+            wide = max(self.matrices["queries"].columns, self.value_columns) > 192
             return lax.optimization_barrier(warpgroup) if wide else warpgroup
 
         def softmax(products, at, with_mask, peak, mass):
