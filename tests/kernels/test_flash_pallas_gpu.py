@@ -52,7 +52,6 @@ def _random_mask(*shape):
 
 
 BLOCKS = Blocks(jnp.ones((1, 1, 32, 32), bool), 128, 128)
-DENSE = Dense(jnp.ones((1, 1, 1, 8), bool))
 PACKED = Segments(_ids(70, 45, 100, -25), _ids(70, 45, 100, -25))
 _LAID = _ids(70, 45, 1, 100, -24)
 DOCUMENTS = Segments(_LAID, _LAID, documents=8)
@@ -71,6 +70,7 @@ RULES = {
     "types": TokenTypes(_ids(50, 90, 100), _ids(110, 30, 100), "none"),
     "keys": Dense(_random_mask(2, 1, 1, 240)),
     "dense": And((Dense(_random_mask(1, 2, 240, 240)), Band(None, 0))),
+    "dense_twice": Dense(_random_mask(1, 2, 240, 240)) & Dense(_random_mask(2, 1, 240, 1)),
     "prefix": Or((Band(None, 0), KeyLength(jnp.array([100, 0])))),
     "images": Or((Band(-60, 0), TokenTypes(_ids(50, 90, 100), _ids(50, 90, 100), "both"))),
     "unions": PACKED & Or((Band(-9, 0), Dense(_random_mask(1, 2, 240, 240)))) & Or((Chunks(20),)),
@@ -184,7 +184,6 @@ def test_registers_of_all_warpgroups_fit():
         ({"queries": 4090}, H200, None),
         ({"mask": Or((Band(None, 0), Chunks(64)))}, H200, None),
         ({"mask": Or((Band(None, 0), BLOCKS))}, H200, "masks made of Blocks"),
-        ({"mask": And((DENSE, DENSE))}, H200, "two dense masks at once"),
         ({}, H200, None),
         ({"head_dim": 192, "value_dim": 128, "mask": RULES["causal"]}, H200, None),
     ],

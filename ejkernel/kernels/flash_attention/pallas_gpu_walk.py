@@ -91,8 +91,6 @@ def why_not(rule: Rule) -> str | None:
     kinds = [type(part).__name__ for part in rule.parts() if not isinstance(part, supported)]
     if kinds:
         return f"does not support masks made of {', '.join(sorted(set(kinds)))}"
-    if sum(isinstance(part, Dense) for part in rule.parts()) > 1:
-        return "does not support two dense masks at once"
     inner = [one for part in rule.parts() if isinstance(part, Or) for one in part.rules]
     return next(filter(None, map(why_not, inner)), None)
 
@@ -249,7 +247,7 @@ def _visibility(rule, q_len, kv_len, q_size, kv_size) -> Visibility:
 def _seen(rule, q_len, kv_len, q_size, kv_size) -> Visibility:
     """What a rule asks of pairs, whatever lies past the last key."""
     query = jnp.arange(q_size, dtype=jnp.int32)[None]  # [1, t]
-    lowers, uppers, pairs, unions, dense = [], [], [], [], None
+    lowers, uppers, pairs, unions, dense = [], [], [], [], []
     per_row = lambda number: jnp.asarray(number, jnp.int32).reshape(-1, 1)  # [b', 1]
     near = lambda number: jnp.clip(per_row(number), -_FAR, _FAR)
     for part in rule.parts():
@@ -285,21 +283,20 @@ def _seen(rule, q_len, kv_len, q_size, kv_size) -> Visibility:
             elif all(map(jax.tree.leaves, either)):  # else one of them asks for nothing
                 unions.append(either)
         elif isinstance(part, Dense):
-            dense = part.mask.reshape((-1, *part.mask.shape[-3:]))
-    if dense is not None:
-        if dense.shape[2] == 1 and dense.shape[1] == 1:  # hides whole keys
-            keys = jnp.where(dense[:, 0, 0], jnp.int32(0), jnp.int32(_NO_KEY))
-            keys = jnp.broadcast_to(keys, (keys.shape[0], kv_len))
-            pairs.append((jnp.zeros((1, q_size), jnp.int32), _padded(keys, kv_size, _NO_KEY)))
-            dense = None
-        else:
-            whole = jnp.broadcast_to(dense, (*dense.shape[:2], q_len, kv_len)).astype(jnp.int8)
+            mask = part.mask.reshape((-1, *part.mask.shape[-3:]))
+            if mask.shape[1] == mask.shape[2] == 1:  # hides whole keys
+                keys = jnp.where(mask[:, 0, 0], jnp.int32(0), jnp.int32(_NO_KEY))
+                keys = jnp.broadcast_to(keys, (keys.shape[0], kv_len))
+                pairs.append((jnp.zeros((1, q_size), jnp.int32), _padded(keys, kv_size, _NO_KEY)))
+                continue
+            whole = jnp.broadcast_to(mask, (*mask.shape[:2], q_len, kv_len)).astype(jnp.int8)
             padding = ((0, 0), (0, 0), (0, q_size - q_len), (0, kv_size - kv_len))
-            dense = jnp.pad(whole, padding)
+            dense.append(jnp.pad(whole, padding))
+    unions += [(Visibility(dense=mask),) for mask in dense[1:]]
     spread = lambda x: jnp.broadcast_to(x, (x.shape[0], q_size))
     bound = lambda these, choose: spread(functools.reduce(choose, these)) if these else None
     lower, upper = bound(lowers, jnp.maximum), bound(uppers, jnp.minimum)
-    return Visibility(lower, upper, tuple(pairs), dense, tuple(unions))
+    return Visibility(lower, upper, tuple(pairs), dense[0] if dense else None, tuple(unions))
 
 
 def _documents(part: Segments, size: int) -> tuple[jax.Array, jax.Array]:
