@@ -4,7 +4,8 @@
     ... --kernels grouped_matmul --first 20 --count 30 --generations v5e v6e --json FOLDER
 
 Every call is compiled for one generation, in turn, forward and backward. With `--json` the outcome
-is added to what the file there has already. `make test-tpu` installs libtpu and compiles the first.
+of each is added to what the file there has already, and what it has is not compiled again: the
+script can be stopped and started. `make test-tpu` installs libtpu and compiles the first.
 """
 
 import argparse
@@ -18,57 +19,67 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
-from tpu.ahead_of_time import GENERATIONS, compiled  # noqa: E402
-from tpu.random_shapes import KERNELS, random_call  # noqa: E402
+import jax  # noqa: E402
+from tpu.ahead_of_time import GENERATIONS  # noqa: E402
+from tpu.random_shapes import KERNELS, fits, random_call  # noqa: E402
 
 
 def outcome(kernel: str, number: int, generation: str) -> dict[str, Any]:
-    """What came of one call: fine, or why not."""
+    """What came of one call: fine, refused in words beforehand, or why it does not compile."""
+    from ejkernel.errors import UnsupportedError
+
     call = random_call(kernel, number)
-    start, failed = time.process_time(), None
+    start, found = time.process_time(), {}
     try:
-        compiled(generation, call.function, call.arguments)
-        compiled(generation, call.gradient, call.arguments)
+        if not fits(generation, call):
+            found = {"failed": "is not kernels alone"}
+    except UnsupportedError as error:
+        found = {"refused": str(error)}
     except Exception as error:
-        failed = f"{type(error).__name__}: {str(error)[:600]}"
+        found = {"failed": f"{type(error).__name__}: {str(error)[:600]}"}
+    seconds = round(time.process_time() - start, 1)
     return {
         "number": number,
         "generation": generation,
-        "call": call.words,
-        "seconds": round(time.process_time() - start, 1),
-        "failed": failed,
+        "seconds": seconds,
+        **found,
+        **({"call": call.words} if found else {}),
     }
 
 
-def keep(path: Path, kernel: str, done: list[dict[str, Any]]) -> None:
-    """Add to the file what was compiled, and what failed in words."""
+def known(path: Path) -> dict[str, dict[int, dict[str, Any]]]:
+    """What a file has, by kernel and number."""
+    if not path.exists():
+        return {}
+    kernels = json.loads(path.read_text())["kernels"]
+    return {name: {x["number"]: x for x in rows} for name, rows in kernels.items()}
+
+
+def keep(path: Path, found: dict[str, dict[int, dict[str, Any]]]) -> None:
+    """Write all that was found, a line for each call."""
     from ejkernel.cli.bench import commit
 
-    known = json.loads(path.read_text())["kernels"] if path.exists() else {}
-    before = known.get(kernel, {"compiled": {}, "failed": []})
-    again = {x["number"] for x in done}
-    known[kernel] = {
-        "compiled": {**before["compiled"], **{str(x["number"]): x["generation"] for x in done}},
-        "failed": [
-            *(x for x in before["failed"] if x["number"] not in again),
-            *(x for x in done if x["failed"]),
-        ],
-    }
+    kernels = {name: [rows[x] for x in sorted(rows)] for name, rows in sorted(found.items())}
     result = {
         "device": "TPUs that are not here, by their compiler",
         "versions": {x: importlib.metadata.version(x) for x in ("ejkernel", "jax", "libtpu")},
         "commit": commit(),
-        "figures": [_figure(name, one) for name, one in sorted(known.items())],
-        "kernels": known,
+        "figures": [_figure(name, rows) for name, rows in kernels.items()],
     }
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    lines = json.dumps(result, indent=1)[:-2] + ',\n "kernels": {'
+    for i, (name, rows) in enumerate(kernels.items()):
+        lines += f'{"," if i else ""}\n  "{name}": [\n   '
+        lines += ",\n   ".join(map(json.dumps, rows)) + "\n  ]"
+    path.write_text(lines + "\n }\n}\n")
 
 
-def _figure(kernel: str, known: dict[str, Any]) -> dict[str, Any]:
-    count, failed = len(known["compiled"]), len(known["failed"])
+def _figure(kernel: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    failed, refused = (sum(what in x for x in rows) for what in ("failed", "refused"))
+    besides = f" ({refused} are refused in words)" if refused else ""
     return {
         "name": f"{kernel}_shapes",
-        "what": f"`{kernel}`: of {count} random calls, those that do not compile on default blocks",
+        "what": f"`{kernel}`: of {len(rows)} random calls, those that do not compile on default"
+        f" blocks{besides}",
         "value": failed,
         "unit": "calls",
         "better": "lower",
@@ -83,16 +94,22 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--generations", nargs="+", default=list(GENERATIONS))
+    parser.add_argument("--again", action="store_true", help="also those that the file has")
     parser.add_argument("--json", type=Path, help="folder for tpu_shapes.json")
     options = parser.parse_args()
+    path = options.json / "tpu_shapes.json" if options.json else None
+    found = known(path) if path else {}
     for number in range(options.first, options.first + options.count):
         for kernel in options.kernels:
+            rows = found.setdefault(kernel, {})
+            if number in rows and not options.again:
+                continue
             generation = options.generations[number % len(options.generations)]
-            result = outcome(kernel, number, generation)
-            said = result["failed"] or f"{result['seconds']} s"
-            print(f"{kernel} {number} {generation}: {result['call']}: {said}", flush=True)
-            if options.json:
-                keep(options.json / "tpu_shapes.json", kernel, [result])
+            rows[number] = result = outcome(kernel, number, generation)
+            jax.clear_caches()  # hundreds of programs would be kept
+            print(kernel, json.dumps(result), flush=True)
+            if path:
+                keep(path, found)
 
 
 if __name__ == "__main__":

@@ -195,7 +195,9 @@ class Kernel:
         query += self.items.first[item] - block * self.block
         width = self.plan.pages
         if self.plan.packed:
-            width = min(width, max(1, _COLUMNS // 2 // (self.cache.slots * self.cache.heads)))
+            # A power of two, as the pages of a block are.
+            most = max(1, _COLUMNS // 2 // (self.cache.slots * self.cache.heads))
+            width = min(width, 1 << (most.bit_length() - 1))
 
         for begin in range(0, self.plan.pages, width):
 
