@@ -6,8 +6,9 @@
 
 With `--json` the rows replace those of the same name in the file, if there is one.
 libtpu compiles for chips that are not there and writes down what it made. Numbers are for a tile of
-512 x 512 (grouped matmul: x 512) and one whole step of the grid; `tpu_bundles.py` says how they are
-counted. No step counts for less than its matrix unit needs. `make test-tpu` installs libtpu.
+512 x 512 (grouped matmul: x 512) and one whole step of the grid, over pages for a MiB of keys and
+values; `tpu_bundles.py` says how they are counted. No step counts for less than its matrix unit
+needs. `make test-tpu` installs libtpu.
 """
 
 import argparse
@@ -75,7 +76,9 @@ def costs(schedule: Any, part: Any) -> dict[str, float]:
     blocks += [(block, part.ends) for block in schedule.ends()]
     total = lambda value: sum(times * value(block) for block, times in blocks)
     own = total(lambda block: block.bundles)
-    if part.steps == 1:
+    if part.copies:
+        rest = sum(schedule.round(i, *part.copies) for i, _ in tiles)
+    elif part.steps == 1:
         rest = schedule.overhead(sorted(i for i, _ in tiles))
     else:
         rest = sum(times * schedule.overhead([i]) for i, times in tiles)
@@ -151,6 +154,27 @@ def figures(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "grouped matmul, gradient of a weight, bundles",
                 [("grouped_gradient", "full")],
                 bundles,
+                1.0,
+            ),
+            (
+                "pages",
+                "decoding over pages, bundles for each MiB of keys and values",
+                [("pages", "block")],
+                bundles,
+                0.75,
+            ),
+            (
+                "pages_combined",
+                "the same, keys and values in one array",
+                [("pages_combined", "block")],
+                bundles,
+                0.75,
+            ),
+            (
+                "pages_moves",
+                "the same, vector loads and stores",
+                [("pages_combined", "block")],
+                moves,
                 1.0,
             ),
         ):

@@ -6,6 +6,9 @@ block for each way that a kernel has to work on one. What else a step does is th
 the head of the loop through one of them to its end that does no other vector work: scalar code and
 copies, all of which are counted as if they were made in every step. What is left, such as setting
 sums to zero and writing them out, happens once in a row of tiles and is told apart.
+
+Kernels over pages loop over blocks of them within a step. There a round is the way through that
+loop which starts the copies of a block and works on a whole one.
 """
 
 import itertools
@@ -79,6 +82,37 @@ class Schedule(NamedTuple):
             if ways and (i == start or not self.blocks[i].heavy):
                 longest[i] = max(ways) + (0 if i == start else self.blocks[i].bundles)
         return longest.get(start, 0)
+
+    def round(self, tile: int, copies: int, times: int) -> int:
+        """Bundles of a round of the smallest loop around a tile, the tile's own left out.
+
+        The copies of a round are started by a scalar block, number `copies` of them by length,
+        that runs so many times.
+        """
+        head, tail = min(
+            (
+                (target, i)
+                for i, targets in enumerate(self.after)
+                for target in targets
+                if target <= tile <= i
+            ),
+            key=lambda ends: ends[1] - ends[0],
+        )
+        inside = [i for i in range(head, tail + 1) if not self.blocks[i].heavy]
+        start = sorted(inside, key=lambda i: -self.blocks[i].bundles)[copies]
+        stops = dict.fromkeys((head, start, tile, tail))
+        between = sum(self._shortest(one, other) for one, other in itertools.pairwise(stops))
+        ends = sum(self.blocks[i].bundles for i in stops if i not in (start, tile))
+        return between + ends + times * self.blocks[start].bundles
+
+    def _shortest(self, start: int, end: int) -> int:
+        """Bundles of the blocks between two on the shortest way."""
+        least = {end: 0}
+        for i in range(end - 1, start - 1, -1):
+            ways = [least[j] for j in self.after[i] if i < j and j in least]
+            if ways:
+                least[i] = min(ways) + (0 if i == start else self.blocks[i].bundles)
+        return least[start]
 
     def ends(self) -> list[Block]:
         """What happens once in a row of tiles."""

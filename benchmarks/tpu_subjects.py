@@ -5,48 +5,22 @@ Arrays are large enough that the compiler leaves them in main memory, as it does
 
 import functools
 import importlib.util
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from tpu_pages import PAGES
+from tpu_parts import PEERS, Part, Subject, array
 
 HEADS, LENGTH, WIDTH = 64, 8192, 128  # of attention
 ROWS, DEPTH, COLUMNS, EXPERTS = 32768, 4096, 8192, 8  # of grouped matmul
-_PEERS = "jax.experimental.pallas.ops.tpu."
-
-
-class Part(NamedTuple):
-    """Blocks of a kernel's program that use the matrix unit, by number, and how often each runs.
-
-    `units`: tiles of 512 x 512 (x 512) that they do in all; `steps`: in so many steps of the grid,
-    one block in each, or in one step all of them. `ends`: how often what happens at the ends of a
-    row of tiles happens for that.
-    """
-
-    blocks: dict[int, int]
-    units: float = 1.0
-    steps: int = 1
-    ends: int = 0
-
-
-class Subject(NamedTuple):
-    """A program, which parts of its kernel stand for what, and what is in the kernel's name."""
-
-    build: Callable[[], tuple[Callable[[Any], Any], Any]]
-    parts: dict[str, Part]
-    kernel: str = ""
-
-
-def _array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def _inputs(causal: bool) -> Any:
     from ejkernel.kernels.flash_attention.inputs import Inputs
     from ejkernel.types.rules import Band, Everything
 
-    x = _array(1, LENGTH, HEADS, WIDTH)
+    x = array(1, LENGTH, HEADS, WIDTH)
     return Inputs(x, x, x, mask=Band(None, 0) if causal else Everything())
 
 
@@ -67,17 +41,17 @@ def _flash_backward(causal: bool) -> Any:
 
     params = BwdParams(q_blocksize=512, kv_blocksize=512, blocksize_m=LENGTH, blocksize_n=1)
     spec, inputs = Spec(softmax_scale=WIDTH**-0.5), _inputs(causal)
-    outputs = Outputs(inputs.query, _array(1, HEADS, LENGTH, dtype=jnp.float32))
+    outputs = Outputs(inputs.query, array(1, HEADS, LENGTH, dtype=jnp.float32))
     return lambda x: pallas_tpu.backward(*x, spec, params), (inputs, outputs, outputs)
 
 
 def _jax_flash(block_q: int, block_k: int, causal: bool) -> Any:
-    peer = importlib.import_module(_PEERS + "flash_attention")
+    peer = importlib.import_module(PEERS + "flash_attention")
     sizes = peer.BlockSizes(block_q=block_q, block_k_major=block_k, block_k=block_k, block_b=1)
     run = functools.partial(
         peer.flash_attention, causal=causal, sm_scale=WIDTH**-0.5, block_sizes=sizes
     )
-    return lambda x: run(*x), (_array(1, HEADS, LENGTH, WIDTH),) * 3
+    return lambda x: run(*x), (array(1, HEADS, LENGTH, WIDTH),) * 3
 
 
 def _splash(package: str, block_q: int, block_k: int, causal: bool, backward: bool = False) -> Any:
@@ -96,7 +70,7 @@ def _splash(package: str, block_q: int, block_k: int, causal: bool, backward: bo
     run = peer.make_splash_mha(
         mask=masks.MultiHeadMask([one] * HEADS), head_shards=1, q_seq_shards=1, block_sizes=sizes
     )
-    arrays = (_array(HEADS, LENGTH, WIDTH),) * 3
+    arrays = (array(HEADS, LENGTH, WIDTH),) * 3
     if not backward:
         return lambda x: run(*x), arrays
     return jax.grad(lambda x: run(*x).astype(jnp.float32).sum()), arrays
@@ -109,11 +83,11 @@ def _tokamax(block_q: int, block_k: int, causal: bool) -> Any:
     mask = (masks.CausalMask if causal else masks.FullMask)((LENGTH, LENGTH))
     config = peer.SplashConfig(block_q=block_q, block_kv=block_k, block_kv_compute=block_k)
     run = peer.make_splash_mha_single_device(mask, config=config)
-    return lambda x: run(*x), (_array(HEADS, LENGTH, WIDTH),) * 3
+    return lambda x: run(*x), (array(HEADS, LENGTH, WIDTH),) * 3
 
 
 def _sizes() -> jax.ShapeDtypeStruct:
-    return _array(EXPERTS, dtype=jnp.int32)
+    return array(EXPERTS, dtype=jnp.int32)
 
 
 def _grouped(depth: int, block_k: int, transposed: bool = False) -> Any:
@@ -124,7 +98,7 @@ def _grouped(depth: int, block_k: int, transposed: bool = False) -> Any:
     params = GroupedMatmulConfig(block_m=512, block_n=512, block_k=block_k)
     matrix = (COLUMNS, depth) if transposed else (depth, COLUMNS)
     kind = TransposedInputs if transposed else Inputs
-    inputs = kind(_array(ROWS, depth), _array(EXPERTS, *matrix), group_sizes=_sizes())
+    inputs = kind(array(ROWS, depth), array(EXPERTS, *matrix), group_sizes=_sizes())
     return lambda x: pallas_tpu.forward(x, Spec(transpose_rhs=transposed), params), inputs
 
 
@@ -134,14 +108,14 @@ def _grouped_gradient() -> Any:
     from ejkernel.kernels.grouped_matmul.inputs import Inputs, Outputs, Spec
 
     params = GroupedMatmulConfig(block_m=512, block_n=512, block_k=512)
-    weights = _array(EXPERTS, DEPTH, COLUMNS)
-    inputs = Inputs(_array(ROWS, DEPTH), weights, group_sizes=_sizes())
+    weights = array(EXPERTS, DEPTH, COLUMNS)
+    inputs = Inputs(array(ROWS, DEPTH), weights, group_sizes=_sizes())
     run = lambda x: pallas_tpu.backward(x[0], (), Outputs(x[1]), Spec(), params).weights
-    return run, (inputs, _array(ROWS, COLUMNS))
+    return run, (inputs, array(ROWS, COLUMNS))
 
 
 def _megablox(depth: int, transposed: bool = False) -> Any:
-    peer = importlib.import_module(_PEERS + "megablox.gmm")
+    peer = importlib.import_module(PEERS + "megablox.gmm")
     matrix = (COLUMNS, depth) if transposed else (depth, COLUMNS)
     run = functools.partial(
         peer.gmm,
@@ -149,16 +123,16 @@ def _megablox(depth: int, transposed: bool = False) -> Any:
         tiling=(512, 512, 512),
         transpose_rhs=transposed,
     )
-    return lambda x: run(*x), (_array(ROWS, depth), _array(EXPERTS, *matrix), _sizes())
+    return lambda x: run(*x), (array(ROWS, depth), array(EXPERTS, *matrix), _sizes())
 
 
 def _megablox_gradient() -> Any:
-    peer = importlib.import_module(_PEERS + "megablox.gmm")
+    peer = importlib.import_module(PEERS + "megablox.gmm")
     run = functools.partial(peer.tgmm, preferred_element_type=jnp.bfloat16, tiling=(512, 512, 512))
-    return lambda x: run(*x), (_array(DEPTH, ROWS), _array(ROWS, COLUMNS), _sizes())
+    return lambda x: run(*x), (array(DEPTH, ROWS), array(ROWS, COLUMNS), _sizes())
 
 
-_SPLASH = _PEERS + "splash_attention."
+_SPLASH = PEERS + "splash_attention."
 _FULL = {"full": Part({0: 1})}
 _PARTIAL = {"partial": Part({0: 1})}
 
@@ -201,6 +175,7 @@ SUBJECTS: dict[str, Subject] = {
     "grouped_gradient.ours": Subject(_grouped_gradient, _FULL),
     "grouped_gradient.megablox": Subject(_megablox_gradient, _FULL),
 }
+SUBJECTS |= PAGES
 if importlib.util.find_spec("tokamax"):
     SUBJECTS |= {
         "flash_512x512.tokamax": Subject(lambda: _tokamax(512, 512, False), _FULL),

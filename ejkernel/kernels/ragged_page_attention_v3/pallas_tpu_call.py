@@ -123,6 +123,7 @@ def _run(
             disable_bounds_checks=True,  # pages are within the cache, rows within their tile
         ),
         interpret=settings.interpret(),
+        name="page_attention_one_query" if plan.size == 1 else "page_attention",
     )(*listed, *operands)
     lse = lse.reshape(count, parts, lines * LANES)[:, :, :rows]
     lse = lse.reshape(count, parts, plan.size, heads // parts).swapaxes(1, 2)
