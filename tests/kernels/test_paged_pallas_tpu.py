@@ -14,7 +14,9 @@ from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_cache import cache_of
 from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_items import items
 from ejkernel.kernels.ragged_page_attention_v3.workloads import ragged
 from ejkernel.modules import (
+    PageAttentionConfig,
     RaggedPageAttentionv3Config,
+    page_attention,
     ragged_page_attention_v2,
     ragged_page_attention_v3,
     ragged_page_attention_v3_update,
@@ -87,6 +89,60 @@ def test_slots_of_combined_pages_that_no_query_sees_never_leak():
         *x, np.diff(CU_K), TABLE, CU_Q, 4, return_lse=True, platform="pallas"
     )
     assert_unchanged(run, (QUERY, combined), (QUERY, poisoned(combined, used_slots())))
+
+
+def assert_as_xla_has_it(run, clean, dirty, touched=False):
+    """Kernels on dirty pages give what XLA gives on clean ones, but for the heads touched."""
+    expected = jax.jit(lambda *x: run(*x, "xla"))(*clean)
+    with interpreted():
+        found = jax.jit(lambda *x: run(*x, "pallas"))(*dirty)
+    touched = np.broadcast_to(touched, found[0].shape[:2])
+    assert not np.isfinite(found[0][touched]).any()
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a[~touched], b[~touched], rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+@pytest.mark.parametrize("where", [0, 1])
+def test_what_a_head_sees_never_reaches_another_head(where, poison, layout):
+    """Once in a block that is seen as a whole, once in one that is not."""
+    lengths, table = np.array([9, 6, 11, 0]), np.array([[3, 7, 1], [5, 0, 2], [9, 4, 8], [6, 6, 6]])
+    order = (lambda x: jnp.swapaxes(x, 1, 2)) if layout == "HND" else (lambda x: x)
+    run = lambda keys, values, platform: page_attention(
+        *(QUERY[:4], order(keys), order(values), lengths, table),
+        kv_layout=layout,
+        return_lse=True,
+        cfg=PageAttentionConfig(pages_per_compute_block=2),
+        platform=platform,
+    )
+    dirty = [KEYS, VALUES]
+    dirty[where] = dirty[where].at[[3, 8], [1, 2], [0, 1]].set(poison)
+    touched = np.zeros((4, HEADS), bool)
+    touched[0, :2] = touched[2, 2:] = True
+    assert_as_xla_has_it(run, (KEYS, VALUES), dirty, touched)
+
+
+@pytest.mark.tpu
+def test_a_head_of_combined_pages_never_reaches_another():
+    combined = jnp.stack([KEYS, VALUES], axis=3).reshape(PAGES, SIZE, 2 * KV_HEADS, DIM)
+    run = lambda pages, platform: ragged_page_attention_v2(
+        *(QUERY, pages, np.diff(CU_K), TABLE, CU_Q, 4), return_lse=True, platform=platform
+    )
+    touched = np.zeros((TOKENS, HEADS), bool)
+    touched[0, 2:] = True
+    assert_as_xla_has_it(run, (combined,), (combined.at[3, 0, 3].set(jnp.nan),), touched)
+
+
+@pytest.mark.tpu
+def test_a_part_of_a_block_may_have_any_number_of_heads():
+    """A block of 32 pages of three heads, of which the sequence ends in the second half."""
+    heads, size, pages = 3, 16, 32
+    cache = tuple(draw(pages, size, heads, DIM, seed=i) for i in (1, 2))
+    table, lengths = np.arange(pages)[None], np.array([size * pages - 100])
+    run = lambda *x: (page_attention(draw(1, heads, DIM), *x[:2], lengths, table, platform=x[2]),)
+    assert_as_xla_has_it(run, cache, cache)
 
 
 @pytest.mark.tpu

@@ -96,7 +96,7 @@ def _run(
                 lse=lse,
                 blocks=blocks,
                 ordered=ordered,
-                **{"own": None} | held,
+                **{"own": None, "strange": None, "again": None} | held,
             ),
         ).run()
 
@@ -172,6 +172,9 @@ def scratch(inputs: Inputs, plan: Plan, cache: Cache) -> dict[str, Any]:
     }
     if plan.packed:
         held["own"] = pltpu.VMEM((rows, columns), jnp.float32)
+    if plan.packed and cache.heads > 1:
+        held["strange"] = pltpu.VMEM((rows, value_dim), jnp.float32)
+        held["again"] = pltpu.SMEM((1,), jnp.int32)
     for i, width in enumerate(cache.dims[: cache.arrays]):
         held[f"blocks{i}"] = pltpu.VMEM((plan.depth, plan.pages, *cache.page, width), cache.dtype)
         if not plan.packed:

@@ -4,7 +4,9 @@ Two ways to let queries meet keys:
 
     packed   few queries, as in decoding: all heads of them meet all rows of the pages in one
              matmul, rows of other heads are masked. A matmul takes as long for one query as for
-             many, and no key has to be moved.
+             many, and no key has to be moved. A weight of 0 for another head's value that is NaN
+             or infinite would give NaN: where a result is strange, all is done once more, and each
+             head's weights meet its own values alone.
     apart    many queries: keys and values are put in order by head first, once for all of them.
 """
 
@@ -13,13 +15,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.flash_attention.pallas_tpu_call import LOG2_E, product
 from ejkernel.kernels.ragged_page_attention_v3.inputs import Spec
 from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_cache import Cache
 from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_copies import Copies, Plan
 from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_items import NO_PAGE, Items
+from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_order import (
+    by_head,
+    halves,
+    order_words,
+    place_of,
+)
 from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_refs import Refs
 from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_vectors import (
     LANES,
@@ -29,8 +36,6 @@ from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_vectors import (
     divided,
     lane_sums,
     shuffled,
-    swapped_halves,
-    taken_apart,
 )
 
 # Below every logit, yet a number: what was masked, -inf, is 0 after exp2(x - _LEAST).
@@ -62,8 +67,24 @@ class Kernel:
             self.shuffled = words and fits and cache.slots % SHUFFLED == 0
 
     def run(self) -> None:
-        copies = self.copies
         self._maps()
+        again = self.refs.again
+        if again is None:
+            self._pass(None)
+            return
+        again[0] = 0
+        self.refs.strange[...] = jnp.zeros_like(self.refs.strange)
+
+        @pl.loop(0, 2)
+        def _(number):
+            @pl.when((number == 0) | (again[0] != 0))
+            def _():
+                self._pass(number > 0)
+                again[0] = (self.refs.strange[...].max() > 0.0).astype(jnp.int32)
+
+    def _pass(self, heads_apart: Any) -> None:
+        """All tiles of this core; with `heads_apart`, where there is that, the slow way."""
+        copies = self.copies
         copies.start()
 
         @pl.loop(copies.begin, copies.end, init_carry=jnp.int32(0))
@@ -78,7 +99,7 @@ class Kernel:
             def visit(block: Any, step: Any) -> Any:
                 copies.next_table()
                 copies.next_pages()
-                self._step(item, block, step)
+                self._step(item, block, step, heads_apart)
                 return step + 1
 
             step = jax.lax.fori_loop(self.items.begin[item], self.items.end[item], visit, step)
@@ -110,15 +131,13 @@ class Kernel:
         if not self.plan.packed:
             self.refs.offsets[...] = column
             return
-        page, row = divided(column, self.cache.slots * self.cache.heads)
-        if self.cache.heads_first:
-            head, slot = divided(row, self.cache.slots)
-        else:
-            slot, head = divided(row, self.cache.heads)
-        self.refs.offsets[...] = page * self.cache.slots + slot
-        mine = jax.lax.broadcasted_iota(jnp.int32, (self.rows, 1), 0)
-        mine = divided(divided(mine, self.heads)[1], self.heads // self.cache.heads)[0]
-        self.refs.own[...] = jnp.where(head == mine, jnp.inf, -jnp.inf)
+        self.refs.offsets[...], head = place_of(self.cache, column)
+        self.refs.own[...] = jnp.where(head == self._head_of_rows(), jnp.inf, -jnp.inf)
+
+    def _head_of_rows(self) -> jax.Array:
+        """The key head of each row of a packed tile, [rows, 1]."""
+        row = jax.lax.broadcasted_iota(jnp.int32, (self.rows, 1), 0)
+        return divided(divided(row, self.heads)[1], self.heads // self.cache.heads)[0]
 
     # A tile
 
@@ -159,6 +178,9 @@ class Kernel:
             if refs.numbers.value is not None:
                 result *= self._of_rows(refs.numbers.value[part])[:, :1]
             refs.sums[part] = result
+            if refs.again is not None:
+                finite = jnp.abs(result) < jnp.inf
+                refs.strange[...] = jnp.where(finite, refs.strange[...], 1.0)
             lse = highest * (1 / LOG2_E) + jnp.log(visible)
             refs.numbers_kept[slot, part] = along_lanes(lse)
 
@@ -171,7 +193,7 @@ class Kernel:
 
     # A block
 
-    def _step(self, item: Any, block: Any, step: Any) -> None:
+    def _step(self, item: Any, block: Any, step: Any, heads_apart: Any) -> None:
         slot, complete = self.copies.wait_for_pages(step)
         first = self.items.first[item]
         start = block * self.block
@@ -179,15 +201,27 @@ class Kernel:
         if self.plan.window is not None:
             full &= start > first + self.items.rows[item] - 1 - self.plan.window
 
+        part = jnp.logical_not(full)
+        if heads_apart is not None:
+            full, part = (x & jnp.logical_not(heads_apart) for x in (full, part))
+
         @pl.when(full)
         def _():
             self._visit(slot, 0, self.plan.pages, None)
 
-        @pl.when(jnp.logical_not(full))
+        @pl.when(part)
         def _():
             self._part_of_block(item, block, step, slot)
 
-    def _part_of_block(self, item: Any, block: Any, step: Any, slot: Any) -> None:
+        if heads_apart is not None:
+
+            @pl.when(heads_apart)
+            def _():
+                @pl.loop(0, self.cache.heads)
+                def _(head):
+                    self._part_of_block(item, block, step, slot, head)
+
+    def _part_of_block(self, item: Any, block: Any, step: Any, slot: Any, head: Any = None) -> None:
         """A block of which not all is seen, where heads are packed some pages at a time."""
         first, last = self.copies.used(item, block)
         query = jax.lax.broadcasted_iota(jnp.int32, (self.rows, 1), 0)
@@ -208,7 +242,7 @@ class Kernel:
                 visible = offsets <= query
                 if self.plan.window is not None:
                     visible &= offsets > query - self.plan.window
-                self._visit(slot, begin, begin + width, visible)
+                self._visit(slot, begin, begin + width, visible, head)
 
     def _columns(self, begin: int, end: int) -> slice:
         """The columns of these pages."""
@@ -260,20 +294,29 @@ class Kernel:
                 x = values[slot, number].astype(jnp.float32)
                 values[slot, number] = jnp.where(seen, x, 0.0).astype(values.dtype)
 
-    def _visit(self, slot: Any, begin: int, end: int, visible: jax.Array | None) -> None:
+    def _visit(
+        self,
+        slot: Any,
+        begin: int,
+        end: int,
+        visible: jax.Array | None,
+        head: Any = None,
+    ) -> None:
         """The pages of a block from `begin` to `end`; all of them where heads are apart."""
         refs, dtype = self.refs, self.refs.rows.dtype
         if self.plan.packed:
             pages = pl.ds(begin, end - begin)
             rows = [x[slot, pages].astype(dtype).reshape(-1, x.shape[-1]) for x in refs.blocks]
-            keys, values = self._halves(rows[0]) if self.cache.combined else rows
-            self._attend(0, keys, values, self._columns(begin, end), visible)
+            keys, values = (
+                halves(self.cache, rows[0], self.shuffled) if self.cache.combined else rows
+            )
+            self._attend(0, keys, values, self._columns(begin, end), visible, head)
             return
         for blocks, ordered in zip(refs.blocks, refs.ordered, strict=True):
             if self.shuffled:
-                self._order_words(blocks, ordered, slot)
+                order_words(self.cache, blocks, ordered, slot)
             else:
-                ordered[...] = self._by_head(blocks[slot].astype(dtype))
+                ordered[...] = by_head(self.cache, blocks[slot].astype(dtype))
         stride = self.cache.parts
 
         @pl.loop(0, self.parts)
@@ -282,41 +325,14 @@ class Kernel:
             values = refs.ordered[-1][part * stride + stride - 1]
             self._attend(part, keys, values, self._columns(begin, end), visible)
 
-    def _halves(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Keys and values apart, from rows of both in turn."""
-        if self.shuffled:
-            return taken_apart(rows)
-        slots = self.cache.slots if self.cache.heads_first else 1
-        both = rows.reshape(-1, 2, slots, rows.shape[1])
-        keys, values = (both[:, i].reshape(-1, rows.shape[1]) for i in range(2))
-        return keys, values
-
-    def _by_head(self, x: jax.Array) -> jax.Array:
-        """A block [pages, *page, d] -> [heads, positions, d]"""
-        heads, slots = self.cache.heads * self.cache.parts, self.cache.slots
-        width = x.shape[-1]
-        if self.cache.heads_first:
-            x = x.reshape(self.plan.pages, heads, slots, width).swapaxes(0, 1)
-            return x.reshape(heads, self.block, width)
-        return x.reshape(self.block, heads, width).swapaxes(0, 1)
-
-    def _order_words(self, blocks: Any, ordered: Any, slot: Any) -> None:
-        """The same for two heads at once, read as words; positions in the order of `shuffled`."""
-        words, slots = blocks.bitcast(jnp.uint32), self.cache.slots
-        pairs = self.cache.heads * self.cache.parts // 2
-
-        @pl.loop(0, self.plan.pages, unroll=min(4, self.plan.pages))
-        def _(page):
-            place = pl.ds(pl.multiple_of(page * slots, slots), slots)
-            for pair in range(pairs):
-                found = words[slot, page, pl.ds(pair, slots, stride=pairs)]
-                found = found.reshape(-1, 2, 8, found.shape[-1])
-                for i, half in enumerate(swapped_halves(found[:, 0], found[:, 1])):
-                    half = half.reshape(slots // 2, half.shape[-1])
-                    ordered[2 * pair + i, place] = pltpu.bitcast(half, ordered.dtype)
-
     def _attend(
-        self, part: Any, keys: jax.Array, values: jax.Array, columns: slice, visible: Any
+        self,
+        part: Any,
+        keys: jax.Array,
+        values: jax.Array,
+        columns: slice,
+        visible: Any,
+        head: Any = None,
     ) -> None:
         """Some rows and some columns after the others."""
         for row in range(0, self.rows, _ROWS):
@@ -325,7 +341,7 @@ class Kernel:
                 some = slice(start, min(start + _COLUMNS, keys.shape[0]))
                 own = slice(columns.start + some.start, columns.start + some.stop)
                 seen = None if visible is None else visible[rows, some]
-                self._accumulate(part, rows, own, keys[some], values[some], seen)
+                self._accumulate(part, rows, own, keys[some], values[some], seen, head)
 
     def _accumulate(
         self,
@@ -335,13 +351,17 @@ class Kernel:
         keys: jax.Array,
         values: jax.Array,
         visible: Any,
+        head: Any,
     ) -> None:
+        """What the keys and values give to the softmax; of one key head, where it is told."""
         refs, width = self.refs, keys.shape[0]
         logits = product(refs.rows[part, rows], keys, transpose_right=True)
         logits = self._logits(logits, part, rows)
         if visible is not None:
             if self.plan.packed:
                 visible &= refs.own[rows, columns] > 0.0
+                if head is not None:
+                    visible &= self._head_of_rows()[rows] == head
             logits = jnp.where(visible, logits, -jnp.inf)
         elif self.plan.packed:
             logits = jnp.minimum(logits, refs.own[rows, columns])
@@ -351,9 +371,18 @@ class Kernel:
         weights = jnp.exp2(logits - across(after, width))
         refs.most[part, rows] = after
         refs.total[part, rows] = refs.total[part, rows] * fade + lane_sums(weights)
-        refs.sums[part, rows] = refs.sums[part, rows] * across(fade, refs.sums.shape[-1]) + product(
-            weights.astype(values.dtype), values
-        )
+        if head is not None:
+            values = self._own_values(values, columns, head)
+        found = product(weights.astype(values.dtype), values)
+        if head is not None:
+            found = jnp.where(self._head_of_rows()[rows] == head, found, 0.0)
+        refs.sums[part, rows] = refs.sums[part, rows] * across(fade, refs.sums.shape[-1]) + found
+
+    def _own_values(self, values: jax.Array, columns: slice, head: Any) -> jax.Array:
+        """The values of a key head, and 0 in the place of those of others."""
+        column = jax.lax.broadcasted_iota(jnp.int32, (values.shape[0], 1), 0) + columns.start
+        _, of_column = place_of(self.cache, shuffled(column) if self.shuffled else column)
+        return jnp.where(of_column == head, values.astype(jnp.float32), 0.0).astype(values.dtype)
 
     def _logits(self, products: jax.Array, part: Any, rows: slice) -> jax.Array:
         """Logits in base 2."""

@@ -35,6 +35,8 @@ class Refs(NamedTuple):
     offsets: Any  # from the beginning of a block to the position of each column
     own: Any  # packed: inf for a row's own columns, -inf for the others
     ordered: tuple  # apart: keys and values by head
+    strange: Any  # packed, several heads: above 0 where a result was NaN or infinite
+    again: Any  # and whether one was
     table_arrived: Any
     pages_arrived: Any
     queries_arrived: Any
