@@ -24,7 +24,9 @@ from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_items import NO_PAGE, 
 from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_order import (
     by_head,
     halves,
+    head_of_rows,
     order_words,
+    own_values,
     place_of,
 )
 from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_refs import Refs
@@ -56,6 +58,7 @@ class Kernel:
         self.heads = refs.query.shape[1]
         self.parts, self.rows = refs.rows.shape[:2]
         self.columns = refs.offsets.shape[1]
+        self.columns_of_page = self.columns // plan.pages
         # Whether two heads of a token, side by side in a word of 32 bits, are told apart there.
         # Which key then stands in which column does not matter: its value stands there too.
         words = cache.page_in_words and refs.rows.dtype == jnp.bfloat16
@@ -132,12 +135,8 @@ class Kernel:
             self.refs.offsets[...] = column
             return
         self.refs.offsets[...], head = place_of(self.cache, column)
-        self.refs.own[...] = jnp.where(head == self._head_of_rows(), jnp.inf, -jnp.inf)
-
-    def _head_of_rows(self) -> jax.Array:
-        """The key head of each row of a packed tile, [rows, 1]."""
-        row = jax.lax.broadcasted_iota(jnp.int32, (self.rows, 1), 0)
-        return divided(divided(row, self.heads)[1], self.heads // self.cache.heads)[0]
+        mine = head == head_of_rows(self.cache, self.rows, self.heads)
+        self.refs.own[...] = jnp.where(mine, jnp.inf, -jnp.inf)
 
     # A tile
 
@@ -233,23 +232,30 @@ class Kernel:
             most = max(1, _COLUMNS // 2 // (self.cache.slots * self.cache.heads))
             width = min(width, 1 << (most.bit_length() - 1))
 
-        for begin in range(0, self.plan.pages, width):
-
+        def some(begin: Any) -> None:
             @pl.when((begin < last) & (begin + width > first))
-            def _(begin=begin):
-                self._clean(item, block, step, slot, begin, begin + width)
-                offsets = self._present(block, step, slot, begin, begin + width)
+            def _():
+                self._clean(item, block, step, slot, begin, width)
+                offsets = self._present(block, step, slot, begin, width)
                 visible = offsets <= query
                 if self.plan.window is not None:
                     visible &= offsets > query - self.plan.window
-                self._visit(slot, begin, begin + width, visible, head)
+                self._visit(slot, begin, width, visible, head)
 
-    def _columns(self, begin: int, end: int) -> slice:
-        """The columns of these pages."""
-        page = self.columns // self.plan.pages
-        return slice(begin * page, end * page)
+        if width * self.columns_of_page % LANES or width == self.plan.pages:
+            for begin in range(0, self.plan.pages, width):
+                some(begin)
+        else:  # columns that begin with a register can be counted while it runs
+            pl.loop(0, self.plan.pages // width)(lambda number: some(number * width))
 
-    def _present(self, block: Any, step: Any, slot: Any, begin: int, end: int) -> jax.Array:
+    def _columns(self, begin: Any, count: int) -> Any:
+        """The columns of so many pages."""
+        start = begin * self.columns_of_page
+        if not isinstance(begin, int):
+            start = pl.multiple_of(start, LANES)
+        return pl.ds(start, count * self.columns_of_page)
+
+    def _present(self, block: Any, step: Any, slot: Any, begin: Any, count: int) -> jax.Array:
         """The position of every column, counted from the block's; far behind where no page is."""
         entries, slots = self.copies.first_entry(block, step), self.cache.slots
 
@@ -259,11 +265,11 @@ class Kernel:
             missing = self.refs.entries[entries + number] >= NO_PAGE
             return jnp.where(here & missing, _NOWHERE, offsets)
 
-        last = jnp.where(self.refs.holes[slot] < NO_PAGE, begin, end)
-        offsets = self.refs.offsets[:, self._columns(begin, end)]
+        last = jnp.where(self.refs.holes[slot] < NO_PAGE, begin, begin + count)
+        offsets = self.refs.offsets[:, self._columns(begin, count)]
         return jax.lax.fori_loop(begin, last, mark, offsets)
 
-    def _clean(self, item: Any, block: Any, step: Any, slot: Any, begin: int, end: int) -> None:
+    def _clean(self, item: Any, block: Any, step: Any, slot: Any, begin: Any, count: int) -> None:
         """Put 0 where values are that no query of the tile sees: 0 times NaN is NaN."""
         position = self.items.first[item]
         newest = position + self.items.rows[item] - 1 - block * self.block
@@ -273,7 +279,7 @@ class Kernel:
         values, page = self.refs.blocks[-1], self.cache.page
         entries, slots = self.copies.first_entry(block, step), self.cache.slots
 
-        @pl.loop(begin, end)
+        @pl.loop(begin, begin + count)
         def _(number):
             there = self.refs.entries[entries + number] < NO_PAGE
             start = number * slots
@@ -294,23 +300,16 @@ class Kernel:
                 x = values[slot, number].astype(jnp.float32)
                 values[slot, number] = jnp.where(seen, x, 0.0).astype(values.dtype)
 
-    def _visit(
-        self,
-        slot: Any,
-        begin: int,
-        end: int,
-        visible: jax.Array | None,
-        head: Any = None,
-    ) -> None:
-        """The pages of a block from `begin` to `end`; all of them where heads are apart."""
+    def _visit(self, slot: Any, begin: Any, count: int, visible: Any, head: Any = None) -> None:
+        """So many pages of a block from `begin` on; all of them where heads are apart."""
         refs, dtype = self.refs, self.refs.rows.dtype
         if self.plan.packed:
-            pages = pl.ds(begin, end - begin)
+            pages = pl.ds(begin, count)
             rows = [x[slot, pages].astype(dtype).reshape(-1, x.shape[-1]) for x in refs.blocks]
-            keys, values = (
-                halves(self.cache, rows[0], self.shuffled) if self.cache.combined else rows
-            )
-            self._attend(0, keys, values, self._columns(begin, end), visible, head)
+            if self.cache.combined:
+                rows = halves(self.cache, rows[0], self.shuffled)
+            keys, values = rows
+            self._attend(0, keys, values, self._columns(begin, count), visible, head)
             return
         for blocks, ordered in zip(refs.blocks, refs.ordered, strict=True):
             if self.shuffled:
@@ -323,14 +322,14 @@ class Kernel:
         def _(part):
             keys = refs.ordered[0][part * stride]
             values = refs.ordered[-1][part * stride + stride - 1]
-            self._attend(part, keys, values, self._columns(begin, end), visible)
+            self._attend(part, keys, values, self._columns(begin, count), visible)
 
     def _attend(
         self,
         part: Any,
         keys: jax.Array,
         values: jax.Array,
-        columns: slice,
+        columns: Any,
         visible: Any,
         head: Any = None,
     ) -> None:
@@ -339,7 +338,7 @@ class Kernel:
             rows = slice(row, min(row + _ROWS, self.rows))
             for start in range(0, keys.shape[0], _COLUMNS):
                 some = slice(start, min(start + _COLUMNS, keys.shape[0]))
-                own = slice(columns.start + some.start, columns.start + some.stop)
+                own = pl.ds(columns.start + start, some.stop - start)
                 seen = None if visible is None else visible[rows, some]
                 self._accumulate(part, rows, own, keys[some], values[some], seen, head)
 
@@ -347,7 +346,7 @@ class Kernel:
         self,
         part: Any,
         rows: slice,
-        columns: slice,
+        columns: Any,
         keys: jax.Array,
         values: jax.Array,
         visible: Any,
@@ -361,7 +360,7 @@ class Kernel:
             if self.plan.packed:
                 visible &= refs.own[rows, columns] > 0.0
                 if head is not None:
-                    visible &= self._head_of_rows()[rows] == head
+                    visible &= head_of_rows(self.cache, self.rows, self.heads)[rows] == head
             logits = jnp.where(visible, logits, -jnp.inf)
         elif self.plan.packed:
             logits = jnp.minimum(logits, refs.own[rows, columns])
@@ -372,17 +371,13 @@ class Kernel:
         refs.most[part, rows] = after
         refs.total[part, rows] = refs.total[part, rows] * fade + lane_sums(weights)
         if head is not None:
-            values = self._own_values(values, columns, head)
+            values = own_values(self.cache, values, columns.start, head, self.shuffled)
         found = product(weights.astype(values.dtype), values)
         if head is not None:
-            found = jnp.where(self._head_of_rows()[rows] == head, found, 0.0)
+            found = jnp.where(
+                head_of_rows(self.cache, self.rows, self.heads)[rows] == head, found, 0.0
+            )
         refs.sums[part, rows] = refs.sums[part, rows] * across(fade, refs.sums.shape[-1]) + found
-
-    def _own_values(self, values: jax.Array, columns: slice, head: Any) -> jax.Array:
-        """The values of a key head, and 0 in the place of those of others."""
-        column = jax.lax.broadcasted_iota(jnp.int32, (values.shape[0], 1), 0) + columns.start
-        _, of_column = place_of(self.cache, shuffled(column) if self.shuffled else column)
-        return jnp.where(of_column == head, values.astype(jnp.float32), 0.0).astype(values.dtype)
 
     def _logits(self, products: jax.Array, part: Any, rows: slice) -> jax.Array:
         """Logits in base 2."""

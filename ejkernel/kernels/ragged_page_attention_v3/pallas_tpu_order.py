@@ -10,6 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_cache import Cache
 from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_vectors import (
     divided,
+    shuffled,
     swapped_halves,
     taken_apart,
 )
@@ -25,9 +26,24 @@ def place_of(cache: Cache, column: jax.Array) -> tuple[jax.Array, jax.Array]:
     return page * cache.slots + slot, head
 
 
-def halves(cache: Cache, rows: jax.Array, shuffled: bool) -> tuple[jax.Array, jax.Array]:
+def head_of_rows(cache: Cache, rows: int, heads: int) -> jax.Array:
+    """The key head of each row of a packed tile, [rows, 1]; a query has so many rows as heads."""
+    row = jax.lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
+    return divided(divided(row, heads)[1], heads // cache.heads)[0]
+
+
+def own_values(
+    cache: Cache, values: jax.Array, start: Any, head: Any, out_of_order: bool
+) -> jax.Array:
+    """The values of a key head, and 0 for those of others; they are the columns from `start` on."""
+    column = jax.lax.broadcasted_iota(jnp.int32, (values.shape[0], 1), 0) + start
+    _, of_column = place_of(cache, shuffled(column) if out_of_order else column)
+    return jnp.where(of_column == head, values.astype(jnp.float32), 0.0).astype(values.dtype)
+
+
+def halves(cache: Cache, rows: jax.Array, out_of_order: bool) -> tuple[jax.Array, jax.Array]:
     """Keys and values apart, from rows of both in turn."""
-    if shuffled:
+    if out_of_order:
         return taken_apart(rows)
     slots = cache.slots if cache.heads_first else 1
     both = rows.reshape(-1, 2, slots, rows.shape[1])
