@@ -116,8 +116,12 @@ def _narrow(
     """Some tiles of an item of few rows: bound by memory, so that every tile is masked."""
     rows: tl.constexpr = mode.narrow_rows
     index = tl.arange(0, rows) + zero
-    q, factor = load_queries(query, k_scale, batch, row, real, head, index, mode)
-    total = tl.full([rows, mode.value_width], 0.0, tl.float32)
+    q, factor = load_queries(query, k_scale, batch, row, real, head, index, mode.pairs, mode)
+    if mode.pairs:
+        half = tl.full([rows, mode.value_width // 2], 0.0, tl.float32)
+        total = (half, half)
+    else:
+        total = tl.full([rows, mode.value_width], 0.0, tl.float32)
     # The peak starts at a finite number: -inf less than that is still -inf, not NaN.
     peak = tl.full([rows], -3.4028234663852886e38, tl.float32)
     mass = tl.full([rows], 0.0, tl.float32)
@@ -127,9 +131,11 @@ def _narrow(
         later = page_ids(pages, j + 1, kv_length, mode)
         total, peak, mass = step(
             total, peak, mass, q, factor, keys, values, a, b, c, d, j, real, position, head, index,
-            True, mode,
+            True, mode.pairs, mode,
         )  # fmt: skip
         a, b, c, d = later
+    if mode.pairs:
+        total = tl.interleave(total[0], total[1])
     _leave(
         total, peak, mass, v_scale, sinks, out, lse, parts, peaks, masses, batch, row, real, head,
         place, whole, index, mode,
@@ -145,7 +151,7 @@ def _wide(
     """Some tiles of an item of many rows: first those that all its rows see whole."""
     rows: tl.constexpr = mode.wide_rows
     index = tl.arange(0, rows)
-    q, factor = load_queries(query, k_scale, batch, row, real, head, index, mode)
+    q, factor = load_queries(query, k_scale, batch, row, real, head, index, False, mode)
     total = tl.full([rows, mode.value_width], 0.0, tl.float32)
     peak = tl.full([rows], -3.4028234663852886e38, tl.float32)
     mass = tl.full([rows], 0.0, tl.float32)
@@ -161,7 +167,7 @@ def _wide(
         later = page_ids(pages, j + 1, kv_length, mode)
         total, peak, mass = step(
             total, peak, mass, q, factor, keys, values, a, b, c, d, j, real, position, head, index,
-            False, mode,
+            False, False, mode,
         )  # fmt: skip
         a, b, c, d = later
     left = full_first - first
@@ -172,7 +178,7 @@ def _wide(
         later = page_ids(pages, following, kv_length, mode)
         total, peak, mass = step(
             total, peak, mass, q, factor, keys, values, a, b, c, d, j, real, position, head, index,
-            True, mode,
+            True, False, mode,
         )  # fmt: skip
         a, b, c, d = later
         j = following

@@ -35,6 +35,32 @@ from ejkernel.ops.platform import Device
 
 _LOG2_E = math.log2(math.e)
 _LARGE = 2**31
+# Of four bytes the even ones ($0) and the odd ones ($1) as float16, in PTX.
+_FROM_BYTES = {
+    "e4m3": """{
+        .reg .b32 sorted;
+        .reg .b16 even, odd;
+        prmt.b32 sorted, $2, $2, 0x3120;
+        mov.b32 {even, odd}, sorted;
+        cvt.rn.f16x2.e4m3x2 $0, even;
+        cvt.rn.f16x2.e4m3x2 $1, odd;
+    }""",
+    # The upper half of a float16.
+    "e5m2": """{
+        prmt.b32 $0, $2, 0, 0x2404;
+        and.b32 $1, $2, 0xff00ff00;
+    }""",
+    # 1024 and the byte as a number without sign; 1024 + 128 is then too much.
+    "int8": """{
+        .reg .b32 some, much;
+        xor.b32 some, $2, 0x80808080;
+        mov.b32 much, 0x64806480;
+        prmt.b32 $0, some, 0x64646464, 0x4240;
+        prmt.b32 $1, some, 0x64646464, 0x4341;
+        sub.rn.f16x2 $0, $0, much;
+        sub.rn.f16x2 $1, $1, much;
+    }""",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +106,10 @@ class Mode:
     v_scale: bool
     sinks: bool
     operands: str  # "own", or what the queries become to meet the cache: "half", "single"
-    bits: str  # 8-bit floats read as integers, and which: "", "e4m3", "e5m2"
+    eight: str  # what a cache of 8 bits holds: "e4m3", "e5m2" or "int8"
+    bits: bool  # its floats are read as integers
+    pairs: bool  # tiles of few rows read two of its columns at a time
+    assembly: str  # which makes float16 of them
     precision: str
     edge_stages: int | None  # of the loop over tiles that are seen in part; None: as the launch has
     combine_rows: int  # what a program of the second kernel takes at once
@@ -141,6 +170,7 @@ def _geometry(inputs: Inputs, spec: Spec, shape: Shape) -> dict[str, Any]:
     b, t, heads, head_dim = inputs.query.shape
     s, j = inputs.page_indices.shape[1:]
     group = heads // sizes.kv_heads
+    narrowest = 32 if _pairs(inputs) else 16
     narrow = max(16, padded(group))
     # Each sequence may have one block that is not full.
     blocks = b * (s + 1 + t // ((shape.rows or narrow) // group))
@@ -163,8 +193,8 @@ def _geometry(inputs: Inputs, spec: Spec, shape: Shape) -> dict[str, Any]:
         "group": group,
         "head_dim": head_dim,
         "value_dim": values.shape[-1],
-        "head_width": padded(head_dim),
-        "value_width": padded(values.shape[-1]),
+        "head_width": max(narrowest, padded(head_dim)),
+        "value_width": max(narrowest, padded(values.shape[-1])),
         "page_size": sizes.page_size,
         "pages": sizes.pages,
         "table_width": j,
@@ -184,6 +214,13 @@ def _geometry(inputs: Inputs, spec: Spec, shape: Shape) -> dict[str, Any]:
     }
 
 
+def _pairs(inputs: Inputs) -> bool:
+    """Whether tiles of few rows read the cache two columns at a time."""
+    query, keys, values = inputs.query, inputs.key_pages, values_of(inputs)
+    even = keys.shape[-1] % 2 == 0 and values.shape[-1] % 2 == 0
+    return even and np.dtype(keys.dtype).itemsize == 1 and np.dtype(query.dtype).itemsize == 2
+
+
 def _pages_of_tile(block_k: int, page_size: int) -> int:
     if page_size % block_k == 0:
         return 1
@@ -197,13 +234,14 @@ def _strides(shape: tuple[int, ...], axes: str) -> dict[str, int]:
 def _weights(inputs: Inputs, spec: Spec, device: Device) -> dict[str, Any]:
     """How products become weights, and in which dtype."""
     query, cache = (np.dtype(x.dtype) for x in (inputs.query, inputs.key_pages))
-    operands, bits = "own", ""
+    operands, eight, bits, assembly = "own", "", False, ""
     if cache.itemsize == 1:
         # Both kinds of 8-bit floats, and integers, are exact in float16, and quickly made.
         operands = "half" if query == jnp.bfloat16 else "own"
-        kind = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}.get(cache.name, "")
-        native = capability(device) >= (8, 9) or kind != "e4m3"
-        bits = kind if settings.interpret() or not native else ""
+        eight = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}.get(cache.name, "int8")
+        native = capability(device) >= (8, 9) or eight != "e4m3"
+        bits = eight != "int8" and (settings.interpret() or not native)
+        assembly = _FROM_BYTES[eight] if native and not settings.interpret() else ""
     elif query != cache and query.itemsize == 2:
         operands = "single"
     cap = spec.logits_soft_cap or 0.0
@@ -218,7 +256,10 @@ def _weights(inputs: Inputs, spec: Spec, device: Device) -> dict[str, Any]:
         "v_scale": inputs.v_scale is not None,
         "sinks": inputs.sinks is not None,
         "operands": operands,
+        "eight": eight,
         "bits": bits,
+        "pairs": _pairs(inputs),
+        "assembly": assembly,
         "precision": matmul_precision(np.float32 if operands == "single" else query),
     }
 

@@ -49,16 +49,11 @@ _DECODE: _Table = {
     128: [Guess(0, 64, 4, 4, 2), Guess(0, 64, 4, 3, 3), Guess(0, 128, 4, 3, 1)],
     256: [Guess(0, 32, 4, 4, 2), Guess(0, 64, 4, 3, 1)],
 }
-# A cache of eight bits, which become 16 on their way: more registers, less shared memory.
+# A cache of eight bits: half the shared memory, and as much work on half the bytes.
 _BYTES_DECODE: _Table = {
-    64: [Guess(0, 64, 4, 4, 4)],
-    128: [Guess(0, 64, 4, 4, 2), Guess(0, 32, 4, 4, 4)],
-    256: [Guess(0, 32, 4, 4, 2)],
-}
-_INTEGERS_DECODE: _Table = {
-    64: [Guess(0, 32, 4, 4, 4)],
-    128: [Guess(0, 32, 4, 4, 3)],
-    256: [Guess(0, 32, 4, 4, 2)],
+    64: [Guess(0, 128, 4, 3, 3), Guess(0, 64, 4, 4, 4)],
+    128: [Guess(0, 64, 4, 4, 3), Guess(0, 64, 4, 3, 4), Guess(0, 128, 4, 3, 2)],
+    256: [Guess(0, 32, 4, 4, 3), Guess(0, 64, 4, 3, 2)],
 }
 # Sequences with many queries among them.
 _MIXED: _Table = {
@@ -134,9 +129,7 @@ def guesses(inputs: Inputs, spec: Spec, device: Device) -> list[Guess]:
     if capability(device) not in ((9, 0), (10, 0), (10, 3)):
         return (_SMALL_DECODE if decode else _SMALL_MIXED)[width]
     if np.dtype(inputs.key_pages.dtype).itemsize == 1:
-        integers = np.dtype(inputs.key_pages.dtype) == np.int8
-        few = _INTEGERS_DECODE if integers else _BYTES_DECODE
-        return (few if decode else _BYTES_MIXED)[width]
+        return (_BYTES_DECODE if decode else _BYTES_MIXED)[width]
     if decode:
         return _DECODE[width]
     special = (inputs.k_scale, inputs.sinks, spec.logits_soft_cap, spec.sliding_window)

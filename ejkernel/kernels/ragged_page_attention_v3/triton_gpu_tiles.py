@@ -61,39 +61,65 @@ def _page_of_row(a, b, c, d, mode: tl.constexpr):
 
 @kernel
 def load_queries(
-    query, k_scale, batch, row, real, head, index, mode: tl.constexpr
+    query, k_scale, batch, row, real, head, index, pairs: tl.constexpr, mode: tl.constexpr
 ):  # fmt: skip
     """Queries of a block as the cache meets them, a row for each token and each head of a group.
 
-    And what their products are multiplied with: a number, or one for each row.
+    And what their products are multiplied with: a number, or one for each row. With `pairs` the
+    even columns and the odd ones apart.
     """
-    column = tl.arange(0, mode.head_width)[None, :]
     token = index // mode.group
     at = (batch * mode.tokens + row + token) * mode.heads + head * mode.group + index % mode.group
-    at = tl.cast(at, tl.int64) * mode.head_dim
-    mask = (token < real)[:, None] & (column < mode.head_dim)
-    q = tl.load(query + at[:, None] + column, mask=mask, other=0.0)
+    at = query + (tl.cast(at, tl.int64) * mode.head_dim)[:, None]
+    there = (token < real)[:, None]
     factor = tl.full(index.shape, mode.scale, tl.float32)
     if mode.k_scale:
         factor = factor * tl.load(k_scale + head)
-    if mode.operands == "single":
-        q = q.to(tl.float32)
-    elif mode.operands == "half":
-        # A power of two for each row, so that no query is too large for float16, nor too small.
-        q = q.to(tl.float32)
-        largest = tl.max(tl.abs(q), 1)
-        power = tl.exp2(tl.floor(tl.log2(tl.where(largest > 0.0, largest, 1.0))))
-        q = (q / power[:, None]).to(tl.float16)
-        factor = factor * power
+    if pairs:
+        column = 2 * tl.arange(0, mode.head_width // 2)[None, :]
+        mask = there & (column < mode.head_dim)
+        even = tl.load(at + column, mask=mask, other=0.0)
+        odd = tl.load(at + column + 1, mask=mask, other=0.0)
+        if mode.operands == "half":
+            power = tl.maximum(_power(even), _power(odd))
+            factor = factor * power
+            even = _scaled(even, power)
+            odd = _scaled(odd, power)
+        q = (even, odd)
+    else:
+        column = tl.arange(0, mode.head_width)[None, :]
+        q = tl.load(at + column, mask=there & (column < mode.head_dim), other=0.0)
+        if mode.operands == "single":
+            q = q.to(tl.float32)
+        elif mode.operands == "half":
+            power = _power(q)
+            factor = factor * power
+            q = _scaled(q, power)
     return q, factor
+
+
+@kernel
+def _power(q):
+    """A power of two for each row that brings it into the range of float16.
+
+    The largest number of a row comes to lie between 1 and 2. What is then too small for float16 is
+    below 2**-24 of it, far less than the rounding of the largest in the query's own dtype.
+    """
+    largest = tl.max(tl.abs(q.to(tl.float32)), 1)
+    return tl.exp2(tl.floor(tl.log2(tl.maximum(largest, 1e-37))))
+
+
+@kernel
+def _scaled(q, power):
+    return (q.to(tl.float32) / power[:, None]).to(tl.float16)
 
 
 @kernel
 def step(
     total, peak, mass, q, factor, keys, values, a, b, c, d, j, real, position, head, index,
-    masked: tl.constexpr, mode: tl.constexpr,
+    masked: tl.constexpr, pairs: tl.constexpr, mode: tl.constexpr,
 ):  # fmt: skip
-    """The softmax so far, with one more tile of keys."""
+    """The softmax so far, with one more tile of keys; with `pairs` total and q are two tiles."""
     place = j * mode.block_k + tl.arange(0, mode.block_k)
     ids = _page_of_row(a, b, c, d, mode)
     there = (ids >= 0) & (ids < mode.pages) & (place < position + real)
@@ -102,11 +128,19 @@ def step(
     slot = place % mode.page_size
     if mode.far:
         ids = tl.cast(ids, tl.int64)
-    k = _load_tile(
-        keys + head * mode.k_head, ids * mode.k_page + slot * mode.k_slot, there, masked,
-        mode.head_dim, mode.head_width, mode,
-    ).to(q.dtype)  # fmt: skip
-    x = tl.dot(q, tl.trans(k), input_precision=mode.precision)
+    if pairs:
+        even, odd = _load_pairs(
+            keys, head * mode.k_head, ids * (mode.k_page // 2) + slot * (mode.k_slot // 2), there,
+            mode.head_dim, mode.head_width, mode,
+        )  # fmt: skip
+        x = tl.dot(q[0], tl.trans(even))
+        x = tl.dot(q[1], tl.trans(odd), x)
+    else:
+        k = _load_tile(
+            keys + head * mode.k_head, ids * mode.k_page + slot * mode.k_slot, there, masked,
+            mode.head_dim, mode.head_width, mode,
+        ).to(q.dtype)  # fmt: skip
+        x = tl.dot(q, tl.trans(k), input_precision=mode.precision)
     if not mode.plain:
         x = x * factor[:, None]
     if mode.soft_cap > 0.0:
@@ -123,12 +157,24 @@ def step(
     weights = tl.exp2(x * mode.factor - new_peak[:, None])
     shrink = tl.exp2(peak - new_peak)
     mass = mass * shrink + tl.sum(weights, 1)
-    v = _load_tile(
-        values + mode.v_first + head * mode.v_head, ids * mode.v_page + slot * mode.v_slot, there,
-        masked, mode.value_dim, mode.value_width, mode,
-    ).to(q.dtype)  # fmt: skip
-    total = total * shrink[:, None]
-    total = tl.dot(weights.to(v.dtype), v, total, input_precision=mode.precision)
+    if pairs:
+        even, odd = _load_pairs(
+            values, mode.v_first + head * mode.v_head,
+            ids * (mode.v_page // 2) + slot * (mode.v_slot // 2), there,
+            mode.value_dim, mode.value_width, mode,
+        )  # fmt: skip
+        weights = weights.to(even.dtype)
+        total = (
+            tl.dot(weights, even, total[0] * shrink[:, None]),
+            tl.dot(weights, odd, total[1] * shrink[:, None]),
+        )
+    else:
+        v = _load_tile(
+            values + mode.v_first + head * mode.v_head, ids * mode.v_page + slot * mode.v_slot,
+            there, masked, mode.value_dim, mode.value_width, mode,
+        ).to(q.dtype)  # fmt: skip
+        total = total * shrink[:, None]
+        total = tl.dot(weights.to(v.dtype), v, total, input_precision=mode.precision)
     return total, new_peak, mass
 
 
@@ -148,17 +194,56 @@ def _load_tile(
         x = tl.load(at, mask=column < dim, other=0.0)
     else:
         x = tl.load(at)
-    if mode.bits != "":
+    if mode.bits:
         x = x.to(tl.int16)
-        if mode.bits == "e5m2":
-            # The upper half of a float16.
-            x = (x << 8).to(tl.float16, bitcast=True)
-        else:
-            # The same with another bias of the exponent; the largest of all numbers is a NaN.
-            some = ((x & 0x7F) << 7) | ((x & 0x80) << 8)
-            some = some.to(tl.int16).to(tl.float16, bitcast=True) * 256.0
-            x = tl.where((x & 0x7F) == 0x7F, float("nan"), some)
+        x = _from_e5m2(x << 8) if mode.eight == "e5m2" else _from_e4m3(x)
     return x
+
+
+@kernel
+def _load_pairs(
+    base, first, at, there, dim: tl.constexpr, width: tl.constexpr, mode: tl.constexpr
+):
+    """[block_k, width / 2] of the even columns of 8 bits and of the odd ones, as float16.
+
+    Two neighbours are read as one number of 16 bits, which the matrix units' own loads can
+    transpose; bytes would have to be fetched one by one.
+    """
+    column = tl.arange(0, width // 2)[None, :]
+    at = (base + first).to(tl.pointer_type(tl.int16), bitcast=True) + at[:, None] + column
+    if dim != width:
+        x = tl.load(at, mask=there[:, None] & (column < dim // 2), other=0)
+    else:
+        x = tl.load(at, mask=there[:, None], other=0)
+    if mode.assembly != "":
+        # Two numbers at a time: four bytes in, the even ones and the odd ones out.
+        even, odd = tl.inline_asm_elementwise(
+            mode.assembly, "=r,=r,r", [x], (tl.float16, tl.float16), is_pure=True, pack=2
+        )
+    elif mode.eight == "e5m2":
+        even = _from_e5m2(x << 8)
+        odd = _from_e5m2(x & -256)
+    elif mode.eight == "e4m3":
+        even = _from_e4m3(x)
+        odd = _from_e4m3(x >> 8)
+    else:
+        even = ((x << 8) >> 8).to(tl.float16)
+        odd = (x >> 8).to(tl.float16)
+    return even, odd
+
+
+@kernel
+def _from_e5m2(x):
+    """The upper half of a float16."""
+    return x.to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@kernel
+def _from_e4m3(x):
+    """The lower byte: a float16 with another bias of the exponent; its largest number is a NaN."""
+    some = ((x & 0x7F) << 7) | ((x & 0x80) << 8)
+    some = some.to(tl.int16).to(tl.float16, bitcast=True) * 256.0
+    return tl.where((x & 0x7F) == 0x7F, float("nan"), some)
 
 
 @kernel
