@@ -51,11 +51,14 @@ def forward(inputs: Inputs, spec: Spec, params: Any) -> tuple[Outputs, Outputs]:
     )
     out, lse = launch(
         combine,
-        [cut, parts, peaks, masses, operands.v_scale, operands.sinks, out, lse],
+        [
+            *(cut, parts, peaks, masses),
+            *(operands.info, operands.v_scale, operands.sinks, out, lse),
+        ],
         results,
         mode,
         Launch(mode.programs * mode.rows // mode.combine_rows, *_COMBINE),
-        aliases={6: 0, 7: 1},
+        aliases={7: 0, 8: 1},
     )
     outputs = Outputs(out, lse)
     return outputs, outputs

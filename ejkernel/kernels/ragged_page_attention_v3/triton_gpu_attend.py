@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from ejkernel.kernels.common.triton_bridge import kernel
+from ejkernel.kernels.ragged_page_attention_v3.triton_gpu_line import item_units, locate
 from ejkernel.kernels.ragged_page_attention_v3.triton_gpu_tiles import (
     block_range,
     finish,
@@ -28,12 +29,91 @@ def attend(
     mode: tl.constexpr,
 ):  # fmt: skip
     """The share of one program; `cut` says which item, if any, it leaves to be continued."""
+    tl.store(cut + tl.program_id(0) * 8, 0)
+    if mode.wide_rows > 0:
+        _share_of_listed(
+            query, keys, values, table, info, items, ends, k_scale, v_scale, sinks,
+            out, lse, parts, peaks, masses, cut, mode,
+        )  # fmt: skip
+    else:
+        _share_of_few(
+            query, keys, values, table, info, k_scale, v_scale, sinks,
+            out, lse, parts, peaks, masses, cut, mode,
+        )  # fmt: skip
+
+
+@kernel
+def _share_of_few(
+    query, keys, values, table, info, k_scale, v_scale, sinks,
+    out, lse, parts, peaks, masses, cut,
+    mode: tl.constexpr,
+):  # fmt: skip
+    """Where no sequence has many queries: items as they follow from the lengths."""
+    program = tl.program_id(0)
+    at, end, share, sequence, base = locate(info, mode)
+    while at < end:
+        start = tl.load(info + sequence)
+        length = tl.load(info + mode.sequences + sequence)
+        kv_length = tl.load(info + 2 * mode.sequences + sequence)
+        # A 0 that the compiler does not know: what rows of a tile need is then computed for each
+        # item anew, and takes no registers all the time.
+        zero = tl.load(info + sequence, volatile=True) - start
+        blocks, units = item_units(length, kv_length, mode)
+        held = blocks * mode.kv_heads * units
+        if base + held <= at:
+            base += held
+            sequence += 1
+        else:
+            number = (at - base) // units
+            head = number // blocks
+            block = number - head * blocks
+            skipped = at - base - number * units
+            taken = tl.minimum(units - skipped, end - at)
+            begin, stop = block_range(block, mode.narrow_tokens, length, kv_length, mode)
+            # The first units of an item are not tiles.
+            first = begin + tl.maximum(skipped - mode.opening, 0)
+            last = tl.minimum(begin + tl.maximum(skipped + taken - mode.opening, 0), stop)
+
+            batch = sequence // mode.per_batch
+            pages = table + sequence * mode.table_width
+            row = start + block * mode.narrow_tokens
+            real = tl.minimum(mode.narrow_tokens, length - block * mode.narrow_tokens)
+            position = kv_length - length + block * mode.narrow_tokens
+            # One that began in an earlier program, one that goes on in the next, or a whole one.
+            place = tl.where(skipped > 0, 2 * program, 2 * program + 1)
+            if (skipped == 0) & (taken < units):
+                _note(cut, program, units - taken, batch, row, real, head, share)
+            _narrow(
+                query, keys, values, pages, k_scale, v_scale, sinks, out, lse, parts, peaks,
+                masses, batch, row, real, position, kv_length, head, first, last, place,
+                taken == units, zero, mode,
+            )  # fmt: skip
+            at += taken
+
+
+@kernel
+def _note(cut, program, remaining, batch, row, real, head, share):
+    """What `combine` has to know of an item that others go on with."""
+    tl.store(cut + program * 8, remaining)
+    tl.store(cut + program * 8 + 1, batch)
+    tl.store(cut + program * 8 + 2, row)
+    tl.store(cut + program * 8 + 3, real)
+    tl.store(cut + program * 8 + 4, head)
+    tl.store(cut + program * 8 + 5, share)
+
+
+@kernel
+def _share_of_listed(
+    query, keys, values, table, info, items, ends, k_scale, v_scale, sinks,
+    out, lse, parts, peaks, masses, cut,
+    mode: tl.constexpr,
+):  # fmt: skip
+    """Where some sequences have many queries: items of a list."""
     program = tl.program_id(0)
     total = tl.load(ends + mode.items - 1)
     share = (total + mode.programs - 1) // mode.programs
     at = program * share
     end = tl.minimum(at + share, total)
-    tl.store(cut + program * 8, 0)
 
     item = 0
     if at < end:
@@ -50,16 +130,12 @@ def attend(
         sequence = tl.load(items + item)
         block = tl.load(items + item + mode.items)
         head = tl.load(items + item + 2 * mode.items)
-        # A 0 that the compiler does not know: what rows of a tile need is then computed for each
-        # item anew, and takes no registers all the time.
         zero = tl.load(ends + item, volatile=True) - upto
         start = tl.load(info + sequence * 4)
         length = tl.load(info + sequence * 4 + 1)
         kv_length = tl.load(info + sequence * 4 + 2)
         missing = tl.load(info + sequence * 4 + 3)
-        tokens = mode.narrow_tokens
-        if mode.wide_rows > 0:
-            tokens = tl.where(length <= mode.narrow_tokens, mode.narrow_tokens, mode.wide_tokens)
+        tokens = tl.where(length <= mode.narrow_tokens, mode.narrow_tokens, mode.wide_tokens)
         begin, stop = block_range(block, tokens, length, kv_length, mode)
         count = upto - before
         skipped = at - before
@@ -77,25 +153,13 @@ def attend(
         place = tl.where(skipped > 0, 2 * program, 2 * program + 1)
         whole = taken == count
         if (skipped == 0) & (taken < count):
-            tl.store(cut + program * 8, count - taken)
-            tl.store(cut + program * 8 + 1, batch)
-            tl.store(cut + program * 8 + 2, row)
-            tl.store(cut + program * 8 + 3, real)
-            tl.store(cut + program * 8 + 4, head)
-            tl.store(cut + program * 8 + 5, share)
-        if mode.wide_rows > 0:
-            if length > mode.narrow_tokens:
-                _wide(
-                    query, keys, values, pages, k_scale, v_scale, sinks, out, lse, parts, peaks,
-                    masses, batch, row, real, position, kv_length, head, first, last, place, whole,
-                    missing, mode,
-                )  # fmt: skip
-            else:
-                _narrow(
-                    query, keys, values, pages, k_scale, v_scale, sinks, out, lse, parts, peaks,
-                    masses, batch, row, real, position, kv_length, head, first, last, place, whole,
-                    zero, mode,
-                )  # fmt: skip
+            _note(cut, program, count - taken, batch, row, real, head, share)
+        if length > mode.narrow_tokens:
+            _wide(
+                query, keys, values, pages, k_scale, v_scale, sinks, out, lse, parts, peaks,
+                masses, batch, row, real, position, kv_length, head, first, last, place, whole,
+                missing, mode,
+            )  # fmt: skip
         else:
             _narrow(
                 query, keys, values, pages, k_scale, v_scale, sinks, out, lse, parts, peaks,
@@ -116,6 +180,8 @@ def _narrow(
     """Some tiles of an item of few rows: bound by memory, so that every tile is masked."""
     rows: tl.constexpr = mode.narrow_rows
     index = tl.arange(0, rows) + zero
+    # Page ids are read a step ahead: where a tile lies is known when its turn comes.
+    a, b, c, d = page_ids(pages, first, kv_length, mode)
     q, factor = load_queries(query, k_scale, batch, row, real, head, index, mode.pairs, mode)
     if mode.pairs:
         half = tl.full([rows, mode.value_width // 2], 0.0, tl.float32)
@@ -125,8 +191,6 @@ def _narrow(
     # The peak starts at a finite number: -inf less than that is still -inf, not NaN.
     peak = tl.full([rows], -3.4028234663852886e38, tl.float32)
     mass = tl.full([rows], 0.0, tl.float32)
-    # Page ids are read a step ahead: where a tile lies is known when its turn comes.
-    a, b, c, d = page_ids(pages, first, kv_length, mode)
     for j in range(first, last):
         later = page_ids(pages, j + 1, kv_length, mode)
         total, peak, mass = step(

@@ -35,6 +35,8 @@ from ejkernel.ops.platform import Device
 
 _LOG2_E = math.log2(math.e)
 _LARGE = 2**31
+# Tiles that could be read while an item begins: some 2 us, in which a program reads 32 KiB.
+_OPENING = 1
 # Of four bytes the even ones ($0) and the odd ones ($1) as float16, in PTX.
 _FROM_BYTES = {
     "e4m3": """{
@@ -75,9 +77,12 @@ class Mode:
     rows: int  # the most rows of a tile
     block_k: int
     pages_of_tile: int  # 1, 2 or 4; 0: any number, read for every position
-    items: int  # at most
-    per_batch: int  # sequences of a row of the batch, one for the queries of no sequence among them
-    search: int
+    opening: int  # what beginning an item costs, in tiles
+    items: int  # at most, where there is a list of them
+    batch: int
+    per_batch: int  # sequences of a row; in a list also one for the queries of no sequence
+    sequences: int
+    search: int  # how many are looked at at once
     tokens: int
     heads: int
     kv_heads: int
@@ -123,7 +128,7 @@ class Operands(NamedTuple):
     keys: Any
     values: Any
     table: Any  # [b * s, j]
-    info: Any  # [sequences, 4]: first row of queries, queries, tokens, whether a page is missing
+    info: Any  # of sequences: first row of queries, queries, tokens, whether a page is missing
     items: Any  # [3, items]: sequence, block of queries, key head
     ends: Any  # [items], where the tiles of each end in the line
     k_scale: Any
@@ -141,10 +146,13 @@ class Plan(NamedTuple):
 def plan(inputs: Inputs, spec: Spec, shape: Shape, device: Device) -> Plan:
     """The plan of a call in tiles of this shape."""
     mode = Mode(**_geometry(inputs, spec, shape), **_weights(inputs, spec, device))
-    info = _info(inputs, mode)
-    items, ends = _line(info[:, 1], info[:, 2], mode)
-    nothing = jnp.zeros((16,), jnp.float32)  # stands for what a kernel does not read
+    nothing = inputs.query  # stands for what a kernel does not read
     given = lambda x: nothing if x is None else x.astype(jnp.float32)
+    if mode.wide_rows:
+        info = _info(inputs, mode)
+        items, ends = _line(info[:, 1], info[:, 2], mode)
+    else:
+        info, items, ends = _lengths(inputs, mode), nothing, nothing
     sinks = inputs.sinks
     if sinks is not None:
         sinks = logsumexp(sinks.astype(jnp.float32), axis=-1)
@@ -172,9 +180,12 @@ def _geometry(inputs: Inputs, spec: Spec, shape: Shape) -> dict[str, Any]:
     group = heads // sizes.kv_heads
     narrowest = 32 if _pairs(inputs) else 16
     narrow = max(16, padded(group))
-    # Each sequence may have one block that is not full.
-    blocks = b * (s + 1 + t // ((shape.rows or narrow) // group))
-    items = blocks * sizes.kv_heads + (shape.programs if shape.rows else 0)
+    items, per_batch = 0, s
+    if shape.rows:
+        # Each sequence may have one block that is not full.
+        per_batch = s + 1
+        blocks = b * (per_batch + t // (shape.rows // group))
+        items = blocks * sizes.kv_heads + shape.programs
     return {
         "programs": shape.programs,
         "narrow_rows": narrow,
@@ -184,9 +195,12 @@ def _geometry(inputs: Inputs, spec: Spec, shape: Shape) -> dict[str, Any]:
         "rows": max(narrow, shape.rows),
         "block_k": shape.block_k,
         "pages_of_tile": _pages_of_tile(shape.block_k, sizes.page_size),
+        "opening": _OPENING,
         "items": items,
-        "per_batch": s + 1,
-        "search": min(1024, padded(items)),
+        "batch": b,
+        "per_batch": per_batch,
+        "sequences": b * per_batch,
+        "search": min(1024, padded(items or b * s)),
         "tokens": t,
         "heads": heads,
         "kv_heads": sizes.kv_heads,
@@ -264,8 +278,23 @@ def _weights(inputs: Inputs, spec: Spec, device: Device) -> dict[str, Any]:
     }
 
 
+def _lengths(inputs: Inputs, mode: Mode) -> jax.Array:
+    """[3, sequences]: first row of queries, queries, tokens.
+
+    Chosen by number and not stacked, which is one small kernel and not a slower one.
+    """
+    starts, lens, kv_lens = (
+        jnp.asarray(x, jnp.int32).reshape(1, -1)
+        for x in (inputs.query_starts, inputs.query_lens, inputs.kv_lens)
+    )
+    lens = jnp.clip(lens, 0, mode.tokens)
+    kv_lens = jnp.clip(kv_lens, 0, mode.table_width * mode.page_size)
+    number = jnp.arange(3, dtype=jnp.int32)[:, None]
+    return jnp.where(number == 0, starts, jnp.where(number == 1, lens, kv_lens))
+
+
 def _info(inputs: Inputs, mode: Mode) -> jax.Array:
-    """What the programs have to know of each sequence.
+    """[sequences, 4]: what the programs have to know of each sequence.
 
     The queries behind those of all sequences, which give 0, stand as a sequence without tokens.
     """
@@ -276,14 +305,12 @@ def _info(inputs: Inputs, mode: Mode) -> jax.Array:
     t, size = mode.tokens, mode.page_size
     lens = jnp.clip(lens, 0, t)
     kv_lens = jnp.clip(kv_lens, 0, mode.table_width * size)
-    missing = jnp.zeros_like(lens)
-    if mode.wide_rows:
-        page = jnp.arange(mode.table_width, dtype=jnp.int32)
-        used = page < -(-kv_lens // size)[..., None]
-        if mode.window:
-            oldest = jnp.maximum(kv_lens - lens - mode.window + 1, 0)
-            used &= page >= (oldest // size)[..., None]
-        missing = (used & ((table < 0) | (table >= mode.pages))).any(-1).astype(jnp.int32)
+    page = jnp.arange(mode.table_width, dtype=jnp.int32)
+    used = page < -(-kv_lens // size)[..., None]
+    if mode.window:
+        oldest = jnp.maximum(kv_lens - lens - mode.window + 1, 0)
+        used &= page >= (oldest // size)[..., None]
+    missing = (used & ((table < 0) | (table >= mode.pages))).any(-1).astype(jnp.int32)
     behind = jnp.where(lens > 0, starts + lens, 0).max(1, keepdims=True)
     none = jnp.zeros_like(behind)
     columns = ((starts, behind), (lens, t - behind), (kv_lens, none), (missing, none))
@@ -292,17 +319,13 @@ def _info(inputs: Inputs, mode: Mode) -> jax.Array:
 
 def _line(lens: jax.Array, kv_lens: jax.Array, mode: Mode) -> tuple[jax.Array, jax.Array]:
     """The items in the order of the line, and where the tiles of each end."""
-    tokens = jnp.full_like(lens, mode.narrow_tokens)
-    if mode.wide_rows:
-        tokens = jnp.where(lens <= mode.narrow_tokens, mode.narrow_tokens, mode.wide_tokens)
+    tokens = jnp.where(lens <= mode.narrow_tokens, mode.narrow_tokens, mode.wide_tokens)
     blocks = -(-lens // tokens)
     upto = _sums(blocks * mode.kv_heads)  # items of the sequences
     index = jnp.arange(mode.items, dtype=jnp.int32)
-    item, there = index, index < upto[-1]
-    if mode.wide_rows:
-        hand = jnp.maximum(-(-upto[-1] // mode.programs), 1)  # cards of a player
-        item = index % hand * mode.programs + index // hand
-        there = (item < upto[-1]) & (index < hand * mode.programs)
+    hand = jnp.maximum(-(-upto[-1] // mode.programs), 1)  # cards of a player
+    item = index % hand * mode.programs + index // hand
+    there = (item < upto[-1]) & (index < hand * mode.programs)
     sequence = jnp.searchsorted(upto, item, side="right", method="compare_all").astype(jnp.int32)
     sequence = jnp.minimum(sequence, lens.shape[0] - 1)
     lens, kv_lens, tokens, blocks, upto = (

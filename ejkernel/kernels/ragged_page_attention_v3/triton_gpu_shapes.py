@@ -52,7 +52,7 @@ _DECODE: _Table = {
 # A cache of eight bits: half the shared memory, and as much work on half the bytes.
 _BYTES_DECODE: _Table = {
     64: [Guess(0, 128, 4, 3, 3), Guess(0, 64, 4, 4, 4)],
-    128: [Guess(0, 64, 4, 4, 3), Guess(0, 64, 4, 3, 4), Guess(0, 128, 4, 3, 2)],
+    128: [Guess(0, 64, 4, 4, 3), Guess(0, 128, 4, 3, 2)],
     256: [Guess(0, 32, 4, 4, 3), Guess(0, 64, 4, 3, 2)],
 }
 # Sequences with many queries among them.

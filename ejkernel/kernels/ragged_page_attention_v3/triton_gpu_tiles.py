@@ -201,9 +201,7 @@ def _load_tile(
 
 
 @kernel
-def _load_pairs(
-    base, first, at, there, dim: tl.constexpr, width: tl.constexpr, mode: tl.constexpr
-):
+def _load_pairs(base, first, at, there, dim: tl.constexpr, width: tl.constexpr, mode: tl.constexpr):
     """[block_k, width / 2] of the even columns of 8 bits and of the odd ones, as float16.
 
     Two neighbours are read as one number of 16 bits, which the matrix units' own loads can
@@ -272,10 +270,40 @@ def finish(
 
 
 @kernel
+def _clear(info, v_scale, sinks, out, lse, number, mode: tl.constexpr):
+    """The results of a token, if it stands behind those of all sequences of its row."""
+    batch = number // mode.tokens
+    row = number - batch * mode.tokens
+    behind = 0
+    for chunk in range(0, mode.per_batch, mode.search):
+        index = chunk + tl.arange(0, mode.search)
+        at = info + batch * mode.per_batch + index
+        start = tl.load(at, mask=index < mode.per_batch, other=0)
+        length = tl.load(at + mode.sequences, mask=index < mode.per_batch, other=0)
+        behind = tl.maximum(behind, tl.max(tl.where(length > 0, start + length, 0), 0))
+    if row >= behind:
+        index = tl.arange(0, mode.narrow_rows)
+        total = tl.full([mode.narrow_rows, mode.value_width], 0.0, tl.float32)
+        nothing = tl.full([mode.narrow_rows], 0.0, tl.float32)
+        for head in range(mode.kv_heads):
+            finish(
+                total, nothing, nothing, v_scale, sinks, out, lse, batch, row, 1, head, index, mode
+            )
+
+
+@kernel
 def combine(
-    cut, parts, peaks, masses, v_scale, sinks, some_out, some_lse, out, lse, mode: tl.constexpr
-):
-    """Some rows of an item that several programs had a part of; it began in `program`."""
+    cut, parts, peaks, masses, info, v_scale, sinks, some_out, some_lse,
+    out, lse,
+    mode: tl.constexpr,
+):  # fmt: skip
+    """Some rows of an item that several programs had a part of; it began in `program`.
+
+    And zeros for queries of no sequence, where those are not items of the list.
+    """
+    if mode.wide_rows == 0:
+        for number in range(tl.program_id(0), mode.batch * mode.tokens, tl.num_programs(0)):
+            _clear(info, v_scale, sinks, out, lse, number, mode)
     size: tl.constexpr = mode.combine_rows
     chunks: tl.constexpr = mode.rows // size
     program = tl.program_id(0) // chunks
