@@ -403,5 +403,5 @@ KINDS = ("plain", "all", "combined")
 @needs_triton
 @pytest.mark.slow
 def test_it_lowers_for_a_gpu_that_is_not_here():
-    """Two kernels for each operation, and a donated cache that is written where it lies."""
-    assert lowered("paged_lower.py") == ["2 0", "2 0", "2 0", "2 2"]
+    """Two kernels for each operation, a third that writes a donated cache where it lies."""
+    assert lowered("paged_lower.py") == ["2 0", "2 0", "2 0", "3 2"]

@@ -55,6 +55,7 @@ def _share_of_few(
         start = tl.load(info + sequence)
         length = tl.load(info + mode.sequences + sequence)
         kv_length = tl.load(info + 2 * mode.sequences + sequence)
+        kv_length = tl.minimum(kv_length, mode.table_width * mode.page_size)
         # A 0 that the compiler does not know: what rows of a tile need is then computed for each
         # item anew, and takes no registers all the time.
         zero = tl.load(info + sequence, volatile=True) - start

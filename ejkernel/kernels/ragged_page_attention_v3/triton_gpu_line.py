@@ -35,6 +35,7 @@ def sequence_units(info, chunk, mode: tl.constexpr):
     there = index < mode.sequences
     length = tl.load(info + mode.sequences + index, mask=there, other=0)
     kv_length = tl.load(info + 2 * mode.sequences + index, mask=there, other=0)
+    kv_length = tl.minimum(kv_length, mode.table_width * mode.page_size)
     blocks, units = item_units(length, kv_length, mode)
     return blocks * mode.kv_heads * units
 

@@ -34,7 +34,7 @@ from ejkernel.kernels.ragged_page_attention_v3.triton_gpu_shapes import (
 from ejkernel.ops.platform import Device
 
 _LOG2_E = math.log2(math.e)
-_LARGE = 2**31
+LARGE = 2**31
 # Tiles that could be read while an item begins: some 2 us, in which a program reads 32 KiB.
 _OPENING = 1
 # Of four bytes the even ones ($0) and the odd ones ($1) as float16, in PTX.
@@ -152,7 +152,7 @@ def plan(inputs: Inputs, spec: Spec, shape: Shape, device: Device) -> Plan:
         info = _info(inputs, mode)
         items, ends = _line(info[:, 1], info[:, 2], mode)
     else:
-        info, items, ends = _lengths(inputs, mode), nothing, nothing
+        info, items, ends = lengths(inputs), nothing, nothing
     sinks = inputs.sinks
     if sinks is not None:
         sinks = logsumexp(sinks.astype(jnp.float32), axis=-1)
@@ -174,7 +174,7 @@ def _geometry(inputs: Inputs, spec: Spec, shape: Shape) -> dict[str, Any]:
     combined = inputs.value_pages is None
     axes = cache_axes(spec.kv_layout, combined)
     values = values_of(inputs)
-    k_strides, v_strides = (_strides(x.shape, axes) for x in (inputs.key_pages, values))
+    k_strides, v_strides = (strides(x.shape, axes) for x in (inputs.key_pages, values))
     b, t, heads, head_dim = inputs.query.shape
     s, j = inputs.page_indices.shape[1:]
     group = heads // sizes.kv_heads
@@ -219,12 +219,12 @@ def _geometry(inputs: Inputs, spec: Spec, shape: Shape) -> dict[str, Any]:
         "v_slot": v_strides["c"],
         "v_head": v_strides["k"],
         "v_first": v_strides["w"] if combined else 0,
-        "far": max(inputs.key_pages.size, values.size) >= _LARGE,
+        "far": max(inputs.key_pages.size, values.size) >= LARGE,
         # Stages for a few tiles are of no use; where pages are wide the other way costs more.
         "edge_stages": 1 if padded(max(head_dim, values.shape[-1])) <= 128 else None,
         # Few rows are cut into many parts, many rows into few.
         "combine_rows": 8 if shape.rows else 1,
-        "combine_parts": 4 if shape.rows else 32,
+        "combine_parts": 1 if shape.rows else 32,
     }
 
 
@@ -241,7 +241,8 @@ def _pages_of_tile(block_k: int, page_size: int) -> int:
     return block_k // page_size if block_k in (2 * page_size, 4 * page_size) else 0
 
 
-def _strides(shape: tuple[int, ...], axes: str) -> dict[str, int]:
+def strides(shape: tuple[int, ...], axes: str) -> dict[str, int]:
+    """How far apart the neighbours of each axis lie."""
     return {letter: math.prod(shape[i + 1 :]) for i, letter in enumerate(axes)}
 
 
@@ -278,7 +279,7 @@ def _weights(inputs: Inputs, spec: Spec, device: Device) -> dict[str, Any]:
     }
 
 
-def _lengths(inputs: Inputs, mode: Mode) -> jax.Array:
+def lengths(inputs: Any) -> jax.Array:
     """[3, sequences]: first row of queries, queries, tokens.
 
     Chosen by number and not stacked, which is one small kernel and not a slower one.
@@ -287,8 +288,8 @@ def _lengths(inputs: Inputs, mode: Mode) -> jax.Array:
         jnp.asarray(x, jnp.int32).reshape(1, -1)
         for x in (inputs.query_starts, inputs.query_lens, inputs.kv_lens)
     )
-    lens = jnp.clip(lens, 0, mode.tokens)
-    kv_lens = jnp.clip(kv_lens, 0, mode.table_width * mode.page_size)
+    lens = jnp.clip(lens, 0, inputs.query.shape[1])
+    kv_lens = jnp.maximum(kv_lens, 0)
     number = jnp.arange(3, dtype=jnp.int32)[:, None]
     return jnp.where(number == 0, starts, jnp.where(number == 1, lens, kv_lens))
 

@@ -302,8 +302,8 @@ def combine(
     And zeros for queries of no sequence, where those are not items of the list.
     """
     if mode.wide_rows == 0:
-        for number in range(tl.program_id(0), mode.batch * mode.tokens, tl.num_programs(0)):
-            _clear(info, v_scale, sinks, out, lse, number, mode)
+        for token in range(tl.program_id(0), mode.batch * mode.tokens, tl.num_programs(0)):
+            _clear(info, v_scale, sinks, out, lse, token, mode)
     size: tl.constexpr = mode.combine_rows
     chunks: tl.constexpr = mode.rows // size
     program = tl.program_id(0) // chunks

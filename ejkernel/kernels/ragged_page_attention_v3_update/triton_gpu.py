@@ -1,7 +1,7 @@
 """Writes the new tokens into the cache, in place if it was donated, and attends over it in Triton.
 
-The write is a scatter of XLA, which moves the new tokens and nothing else; the attention follows it
-in the same program.
+The write is a kernel of its own, which moves the new tokens and nothing else: a program of the
+attention reads keys that others would have to write.
 """
 
 from typing import Any
@@ -14,7 +14,8 @@ from ejkernel.kernels.ragged_page_attention_v3_update.inputs import (
     Spec,
     reading_inputs,
 )
-from ejkernel.kernels.ragged_page_attention_v3_update.xla import Residuals, written
+from ejkernel.kernels.ragged_page_attention_v3_update.triton_gpu_write import written
+from ejkernel.kernels.ragged_page_attention_v3_update.xla import Residuals
 from ejkernel.ops.implementation import Implementation, Pass
 from ejkernel.ops.platform import Device
 
