@@ -204,11 +204,17 @@ def seconds_of(run: Callable, *args: Any) -> float:
 
 def configurations(arguments: dict[str, Any]) -> list[Any]:
     """What the tuner may choose for a call."""
-    call = default_executor().invocation(ragged_page_attention_v3, **arguments)
-    device = device_of(jax.tree.leaves(call.inputs))
-    chosen = triton_gpu.IMPLEMENTATION.forward
-    assert chosen is not None
-    return chosen.choices(call.inputs, call.spec, device)
+    found = []
+
+    def note(arguments: dict[str, Any]) -> None:
+        call = default_executor().invocation(ragged_page_attention_v3, **arguments)
+        device = device_of(jax.tree.leaves(call.inputs))
+        chosen = triton_gpu.IMPLEMENTATION.forward
+        assert chosen is not None
+        found.extend(chosen.choices(call.inputs, call.spec, device))
+
+    jax.eval_shape(note, arguments)
+    return found
 
 
 def attention(platform: str, cfg: Any) -> Callable:

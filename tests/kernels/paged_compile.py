@@ -9,6 +9,8 @@ from triton_programs import collected, compile_calls
 
 from ejkernel.kernels.ragged_page_attention_v3 import triton_gpu
 from ejkernel.kernels.ragged_page_attention_v3.inputs import CombinedInputs, Inputs, Spec
+from ejkernel.kernels.ragged_page_attention_v3_update import inputs as writing
+from ejkernel.kernels.ragged_page_attention_v3_update import triton_gpu as update
 
 
 def call(name):
@@ -40,23 +42,32 @@ def call(name):
     elif features == "combined":
         pages = shape(4096, size, 8, 2, dim, dtype=cache)
         inputs = CombinedInputs(inputs.query, pages, None, *inputs[3:])
+    elif features == "update":
+        new = shape(1, tokens, 8, dim, dtype=dtype)
+        inputs = writing.Inputs(**inputs._asdict(), key=new, value=new)
+        spec = writing.Spec(softmax_scale=0.1)
     return inputs, spec
 
 
+def _module(inputs):
+    return update if isinstance(inputs, writing.Inputs) else triton_gpu
+
+
 def launches(inputs, spec, params):
-    return collected(lambda inputs: triton_gpu.forward(inputs, spec, params), inputs)
+    return collected(lambda inputs: _module(inputs).forward(inputs, spec, params), inputs)
 
 
 def all_launches(name, device, guess):
     triton_gpu.device_of = lambda leaves: device
     inputs, spec = call(name)
-    choices = triton_gpu.IMPLEMENTATION.forward.choices(inputs, spec, device)
+    choices = _module(inputs).IMPLEMENTATION.forward.choices(inputs, spec, device)
     for params in choices[:1] if guess else choices:
         yield from launches(inputs, spec, params)
 
 
 def facts(launch):
-    return {"block_k": launch.mode.block_k, "rows": launch.mode.rows, "launch": launch.how}
+    sizes = {name: getattr(launch.mode, name, 0) for name in ("block_k", "rows")}
+    return sizes | {"launch": launch.how}
 
 
 if __name__ == "__main__":

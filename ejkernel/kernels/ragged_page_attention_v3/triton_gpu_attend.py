@@ -29,7 +29,6 @@ def attend(
     mode: tl.constexpr,
 ):  # fmt: skip
     """The share of one program; `cut` says which item, if any, it leaves to be continued."""
-    tl.store(cut + tl.program_id(0) * 8, 0)
     if mode.wide_rows > 0:
         _share_of_listed(
             query, keys, values, table, info, items, ends, k_scale, v_scale, sinks,
@@ -51,6 +50,7 @@ def _share_of_few(
     """Where no sequence has many queries: items as they follow from the lengths."""
     program = tl.program_id(0)
     at, end, share, sequence, base = locate(info, mode)
+    _note_share(cut, program, share)
     while at < end:
         start = tl.load(info + sequence)
         length = tl.load(info + mode.sequences + sequence)
@@ -83,7 +83,7 @@ def _share_of_few(
             # One that began in an earlier program, one that goes on in the next, or a whole one.
             place = tl.where(skipped > 0, 2 * program, 2 * program + 1)
             if (skipped == 0) & (taken < units):
-                _note(cut, program, units - taken, batch, row, real, head, share)
+                _note(cut, program, units - taken, batch, row, real, head)
             _narrow(
                 query, keys, values, pages, k_scale, v_scale, sinks, out, lse, parts, peaks,
                 masses, batch, row, real, position, kv_length, head, first, last, place,
@@ -93,14 +93,20 @@ def _share_of_few(
 
 
 @kernel
-def _note(cut, program, remaining, batch, row, real, head, share):
-    """What `combine` has to know of an item that others go on with."""
+def _note_share(cut, program, share):
+    """Nothing is cut so far; all at once, since what a single thread has to do takes a register."""
+    index = tl.arange(0, 8)
+    tl.store(cut + program * 8 + index, tl.where(index == 5, share, 0))
+
+
+@kernel
+def _note(cut, program, remaining, batch, row, real, head):
+    """What `combine` has to know of an item that others go on with, beside the share."""
     tl.store(cut + program * 8, remaining)
     tl.store(cut + program * 8 + 1, batch)
     tl.store(cut + program * 8 + 2, row)
     tl.store(cut + program * 8 + 3, real)
     tl.store(cut + program * 8 + 4, head)
-    tl.store(cut + program * 8 + 5, share)
 
 
 @kernel
@@ -113,6 +119,7 @@ def _share_of_listed(
     program = tl.program_id(0)
     total = tl.load(ends + mode.items - 1)
     share = (total + mode.programs - 1) // mode.programs
+    _note_share(cut, program, share)
     at = program * share
     end = tl.minimum(at + share, total)
 
@@ -154,7 +161,7 @@ def _share_of_listed(
         place = tl.where(skipped > 0, 2 * program, 2 * program + 1)
         whole = taken == count
         if (skipped == 0) & (taken < count):
-            _note(cut, program, count - taken, batch, row, real, head, share)
+            _note(cut, program, count - taken, batch, row, real, head)
         if length > mode.narrow_tokens:
             _wide(
                 query, keys, values, pages, k_scale, v_scale, sinks, out, lse, parts, peaks,

@@ -301,9 +301,6 @@ def combine(
 
     And zeros for queries of no sequence, where those are not items of the list.
     """
-    if mode.wide_rows == 0:
-        for token in range(tl.program_id(0), mode.batch * mode.tokens, tl.num_programs(0)):
-            _clear(info, v_scale, sinks, out, lse, token, mode)
     size: tl.constexpr = mode.combine_rows
     chunks: tl.constexpr = mode.rows // size
     program = tl.program_id(0) // chunks
@@ -341,3 +338,6 @@ def combine(
             total = total * shrink[:, None] + tl.sum(x * weight[:, :, None], 0)
             peak = new_peak
         finish(total, peak, mass, v_scale, sinks, out, lse, batch, row, real, head, index, mode)
+    if mode.wide_rows == 0:
+        for token in range(tl.program_id(0), mode.batch * mode.tokens, tl.num_programs(0)):
+            _clear(info, v_scale, sinks, out, lse, token, mode)
