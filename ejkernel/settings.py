@@ -5,6 +5,7 @@
 | `EJKERNEL_AUTOTUNE_POLICY` | `autotune` or `heuristics`, for unknown calls | by device |
 | `EJKERNEL_AUTOTUNE_PROGRESS` | `1` shows a line per candidate, `0` none | on a terminal |
 | `EJKERNEL_CACHE_DIR` | directory of the tuned configurations | the user's cache directory |
+| `EJKERNEL_DETERMINISTIC` | `1` asks for the same bits in every run, which `auto` gives up | `0` |
 | `EJKERNEL_INTERPRET` | `1` lets Pallas and Triton kernels run in their interpreters | `0` |
 | `EJKERNEL_MASK_DEBUG` | `1` prints a line for each access to a `MaskInfo` | `0` |
 | `EJKERNEL_RECORD` | `1` records the calls for tuning them later | `0` |
@@ -72,6 +73,11 @@ def cache_dir() -> Path:
     import platformdirs
 
     return Path(platformdirs.user_cache_dir("ejkernel"))
+
+
+def deterministic() -> bool:
+    """Whether only what gives the same bits in every run may be chosen."""
+    return bool(_flag("EJKERNEL_DETERMINISTIC"))
 
 
 def interpret() -> bool:

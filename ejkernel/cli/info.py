@@ -15,6 +15,7 @@ _OPTIONAL_PACKAGES = ("jax-triton", "triton", "libtpu")
 _SETTINGS = (
     settings.autotune_policy,
     settings.autotune_progress,
+    settings.deterministic,
     settings.cache_dir,
     settings.interpret,
     settings.mask_debug,

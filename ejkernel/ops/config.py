@@ -50,6 +50,13 @@ class _Params(_Plain):
             value = getattr(self, field.name)
             if value is None:
                 continue
+            if field.type == bool | None:
+                if not isinstance(value, bool):
+                    raise ValueError(
+                        f"{type(self).__name__}: {field.name} must be a bool or None, "
+                        f"got {value!r}."
+                    )
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(
                     f"{type(self).__name__}: {field.name} must be a positive int or None, "
@@ -88,8 +95,11 @@ class FwdParams(_Params):
 class BwdParams(_Params):
     """Tiles and launch parameters of a backward pass; None: the implementation's own choice.
 
+    With `ordered=False` gradients may be added up in any order: faster where a kernel knows how,
+    but not the same bits in every run.
+
     Raises:
-        ValueError: a field is neither None nor a positive int.
+        ValueError: a field is neither None nor a positive int, or `ordered` no bool.
 
     >>> BwdParams(q_blocksize=64).to_json()
     '{"q_blocksize": 64}'
@@ -102,6 +112,7 @@ class BwdParams(_Params):
     kv_blocksize: int | None = None
     num_warps: int | None = None
     num_stages: int | None = None
+    ordered: bool | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,6 +39,8 @@ class Pass:
     why_not: Callable[[Any, Any, Device], str | None] = _no_objection
     heuristic: Callable[[Any, Any, Device], Any] = _no_parameters
     candidates: Callable[[Any, Any, Device], Sequence[Any]] | None = None
+    # Faster still, but not the same bits in every run: what `auto` takes, and no platform by name.
+    unordered: Callable[[Any, Any, Device], Any] = _no_parameters
     # Platforms that go before this one, whatever the order of the sources, if they can serve.
     behind: Callable[[Any, Any, Device], frozenset[Platform]] = _behind_none
 
@@ -48,11 +50,19 @@ class Pass:
             return f"does not support {', '.join(sorted(missing))}"
         return self.why_not(inputs, spec, device)
 
-    def choices(self, inputs: Any, spec: Any, device: Device) -> list[Any]:
-        """Every parameter set worth timing, the heuristic one first."""
-        first = self.heuristic(inputs, spec, device)
+    def guess(self, inputs: Any, spec: Any, device: Device, ordered: bool = True) -> Any:
+        """The parameters expected to be fastest."""
+        unordered = None if ordered else self.unordered(inputs, spec, device)
+        return self.heuristic(inputs, spec, device) if unordered is None else unordered
+
+    def choices(self, inputs: Any, spec: Any, device: Device, ordered: bool = True) -> list[Any]:
+        """Every parameter set worth timing, the guess first."""
         others = self.candidates(inputs, spec, device) if self.candidates else ()
-        return [first, *(other for other in others if other != first)]
+        found = [self.guess(inputs, spec, device, ordered)]
+        for params in (self.heuristic(inputs, spec, device), *others):
+            if params not in found:
+                found.append(params)
+        return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

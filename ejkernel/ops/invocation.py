@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from ejkernel import settings
 from ejkernel.ops import axes, keys
 from ejkernel.ops.implementation import Direction, Op
 from ejkernel.ops.platform import Device
@@ -60,7 +61,8 @@ class Invocation:
             for value in self.inputs
         ]
         spec = self.spec.describe() if hasattr(self.spec, "describe") else self.spec
-        return keys.short_hash([arrays, structure, spec, self.platform or "auto"])
+        ordered = ["deterministic"] if settings.deterministic() else []
+        return keys.short_hash([arrays, structure, spec, self.platform or "auto", *ordered])
 
     def _sizes(self, shape: tuple[int, ...], letters: tuple[str, ...] | None) -> list[int]:
         """Shape with the sizes that do not matter for tuning rounded up to a power of two."""

@@ -64,6 +64,7 @@ class ConfigSelectorChain:
             policies.state(),
             caches.overlay_state(),
             settings.interpret(),
+            settings.deterministic(),
         )
 
     def emit(self, event: str, **data: Any) -> None:
@@ -148,7 +149,8 @@ class ConfigSelectorChain:
                 "neither measuring nor guessing one."
             )
         source, chosen = able[0]
-        choice = Choice(source, chosen, chosen.heuristic(inv.inputs, inv.spec, inv.device))
+        params = chosen.guess(inv.inputs, inv.spec, inv.device, _ordered(inv))
+        choice = Choice(source, chosen, params)
         self.emit("heuristics", key=inv.key, cfg=_stored(choice, inv))
         return choice
 
@@ -204,8 +206,13 @@ def _choices(inv: Invocation, able: Able) -> list[Choice]:
     return [
         Choice(source, chosen, params)
         for source, chosen in (able[:1] if inv.op.paired else able)
-        for params in chosen.choices(inv.inputs, inv.spec, inv.device)
+        for params in chosen.choices(inv.inputs, inv.spec, inv.device, _ordered(inv))
     ]
+
+
+def _ordered(inv: Invocation) -> bool:
+    """Whether every run must give the same bits, as it does for a platform that has a name."""
+    return inv.platform not in (None, "auto") or settings.deterministic()
 
 
 def _op_name(key: Any) -> str:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from ejkernel import settings
 from ejkernel.cli import subjects
 from ejkernel.errors import TuningWarning
 from ejkernel.kernels.flash_attention import OP, xla
@@ -156,6 +157,30 @@ def test_one_platform_alone_is_still_compared_with_xla():
                 dataclasses.replace(call, platform=platform)
             )
         assert (tuned is not None) == able
+
+
+def test_bits_that_change_are_for_auto_alone():
+    """A platform by name, or a user who asks for it, gets the same bits in every run."""
+    kinds = {
+        ordered: BwdParams(q_blocksize=64, ordered=None if ordered else False)
+        for ordered in (True, False)
+    }
+    backward = Pass(
+        run=xla.backward,
+        heuristic=lambda *call: kinds[True],
+        unordered=lambda *call: kinds[False],
+    )
+    source = Source(Platform.PALLAS, Backend.ANY, Implementation(backward=backward))
+    call = dataclasses.replace(calls(OP)[1], op=OP.renamed("flash_attention", sources=[source]))
+    policy = AutotunePolicy(allow_autotune=False)
+    chosen = lambda call: ConfigSelectorChain(ConfigCache(), policy).choose(call).params.ordered
+    assert chosen(call) is False
+    assert chosen(dataclasses.replace(call, platform="pallas")) is None
+    key = call.key
+    with settings.override(deterministic=True):
+        fresh = dataclasses.replace(call)
+        assert chosen(fresh) is None
+        assert fresh.key != key
 
 
 def test_backward_passes_are_tuned_without_a_gradient_of_the_log_sum_exp():
