@@ -56,7 +56,7 @@ def test_a_parameter_is_positive(kind, value):
 
 def test_whether_gradients_are_ordered_is_a_bool(as_a_user_calls):
     assert BwdParams.from_json(BwdParams(ordered=False).to_json()) == BwdParams(ordered=False)
-    with pytest.raises(ValueError, match="^BwdParams: ordered must be a bool or None, got 1"):
+    with pytest.raises(ValueError, match=r"^BwdParams: ordered must be a bool or None, got 1"):
         BwdParams(ordered=1)
 
 
