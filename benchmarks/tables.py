@@ -67,7 +67,27 @@ def gpu() -> str:
                 f"| {rates[mine] / rates[other]:.2f} |"
             )
     said = ", ".join(f"{name} {version}" for name, version in versions.items())
-    return "\n".join([f"NVIDIA H200, bfloat16; {said}.", "", *rows])
+    return "\n".join([f"NVIDIA H200, bfloat16; {said}.", "", *rows, "", *pages()])
+
+
+def pages() -> list[str]:
+    """Attention over pages on an H200, which has no peer there that serves these calls."""
+    path = ROOT / "benchmarks/results/h200/ragged_page_attention_v3.json"
+    if not path.exists():
+        return []
+    result = json.loads(path.read_text())
+    rows = ["| `ragged_page_attention_v3` | measured | asked for |", "|---|---|---|"]
+    for case, found in result["cases"].items():
+        unit = next((unit for unit in ("TB/s", "us", "TFLOP/s") if unit in found), None)
+        if unit is None:
+            continue
+        limit = "at most" if unit == "us" else "at least"
+        asked = f"{limit} {amount(found['bar'], unit)}" if "bar" in found else ""
+        rows.append(f"| {case.replace('_', ' ')} | {amount(found[unit], unit)} | {asked} |")
+    for what, ratio in result["summary"].items():
+        name, _, asked = what.rstrip(")").partition(" (")
+        rows.append(f"| {name.replace('_', ' ')} | {ratio:.2f} | {asked} |")
+    return rows
 
 
 def operations() -> str:
