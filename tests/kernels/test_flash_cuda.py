@@ -14,6 +14,7 @@ from conformance.oracle import assert_as_good_as_rounding
 from kernels import cudnn_stand_in
 from kernels import flash_gpu_programs as programs
 
+from ejkernel import settings
 from ejkernel.cli.oracle import Truth, with_dtype, with_gradients
 from ejkernel.errors import UnsupportedError
 from ejkernel.kernels.common import cudnn, mosaic_gpu
@@ -292,6 +293,13 @@ def test_odd_lengths_have_no_gradient_of_a_bias():
     inputs = draw(queries=23, bias=jnp.zeros((1, 4, 23, 23), jnp.bfloat16))
     assert cuda.why_not(inputs, SPEC, H200) is None
     assert "even numbers" in (cuda.why_not_backward(inputs, SPEC, H200) or "")
+
+
+def test_a_backward_that_differs_from_run_to_run_can_be_forbidden():
+    assert cuda.why_not_backward(draw(), SPEC, H200) is None
+    with settings.override(deterministic=True):
+        assert cuda.why_not(draw(), SPEC, H200) is None
+        assert "EJKERNEL_DETERMINISTIC forbids" in (cuda.why_not_backward(draw(), SPEC, H200) or "")
 
 
 def test_a_jax_without_the_private_operations_is_refused(monkeypatch):

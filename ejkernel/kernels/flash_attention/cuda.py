@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ejkernel import settings
 from ejkernel.kernels.common import cudnn
 from ejkernel.kernels.common.sinks import per_sink, share_of_keys
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
@@ -170,6 +171,8 @@ def why_not_backward(inputs: Inputs, spec: Spec, device: Device) -> str | None:
     """What keeps cuDNN from taking the backward pass, or None."""
     if reason := why_not(inputs, spec, device):
         return reason
+    if settings.deterministic():
+        return "adds gradients in another order every time, which EJKERNEL_DETERMINISTIC forbids"
     if inputs.bias is not None and (inputs.query.shape[1] % 2 or inputs.key.shape[1] % 2):
         return "needs even numbers of queries and keys for the gradient of a bias"
     return None
