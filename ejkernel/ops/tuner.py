@@ -142,8 +142,8 @@ def _arguments(inv: Invocation) -> tuple:
     if inv.direction == "forward":
         return (inputs,)
     forward = dataclasses.replace(inv, direction="forward")
-    trusted = _by_xla(forward)
-    assert trusted is not None  # an op with a backward pass has one of XLA
+    if (trusted := _by_xla(forward)) is None:
+        raise LookupError(f"{inv.op.name}: XLA has no forward pass to tune a backward pass with.")
     outputs, residuals = _runner(forward, trusted)(inputs)
     leaves, treedef = jax.tree.flatten(outputs)
     seeds = jax.random.split(jax.random.key(1), len(leaves))

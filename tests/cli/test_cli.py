@@ -183,7 +183,7 @@ def test_demo_goes_on_after_an_operation_that_fails(monkeypatch):
 
 class TestTune:
     def test_writes_a_table_that_the_package_reads(self, tmp_path, monkeypatch):
-        def two(self, inputs, spec, device):
+        def two(self, inputs, spec, device, ordered):
             first = self.heuristic(inputs, spec, device)
             return [first, dataclasses.replace(first, q_blocksize=16)]
 
@@ -199,7 +199,7 @@ class TestTune:
         assert table.get(backward.key)["bwd_params"].keys() == {"q_blocksize", "kv_blocksize"}
 
     def test_a_single_candidate_is_nothing_to_write(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(Pass, "choices", lambda self, *call: [self.heuristic(*call)])
+        monkeypatch.setattr(Pass, "choices", lambda self, *call: [self.guess(*call)])
         name = "scaled_dot_product_attention"
         arguments = ["--workload", "plain", "--rounds", "1", "--output", str(tmp_path)]
         shown = run("tune", name, *arguments)

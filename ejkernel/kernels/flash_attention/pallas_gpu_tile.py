@@ -152,10 +152,11 @@ class Tile:
 
     def visible(self, at: Any) -> jax.Array:
         """Which pairs of a partial tile the mask allows."""
-        assert self.operands.condition is not None
         return self._satisfied(self.operands.condition, at)
 
-    def _satisfied(self, condition: Condition, at: Any) -> jax.Array:
+    def _satisfied(self, condition: Condition | None, at: Any) -> jax.Array:
+        if condition is None:
+            raise ValueError("flash_attention: a call without a mask has no partial tiles.")
         parts = []
         for kind, compare in (("lower", jnp.greater_equal), ("upper", jnp.less_equal)):
             name = condition.prefix + kind
