@@ -45,15 +45,17 @@ _Table = dict[int, list[Guess]]
 
 # Few queries for each sequence, on Hopper and Blackwell.
 _DECODE: _Table = {
-    64: [Guess(0, 128, 4, 3, 3), Guess(0, 64, 4, 4, 4)],
+    64: [Guess(0, 128, 4, 3, 3), Guess(0, 64, 4, 4, 3)],
     128: [Guess(0, 64, 4, 4, 2), Guess(0, 128, 4, 3, 1)],
     256: [Guess(0, 32, 4, 4, 2), Guess(0, 64, 4, 3, 1)],
 }
+# Three programs of a multiprocessor, where registers suffice: best where items are short.
+_CROWDED = Guess(0, 64, 4, 3, 3)
 # A cache of eight bits: half the shared memory, and as much work on half the bytes.
 _BYTES_DECODE: _Table = {
-    64: [Guess(0, 128, 4, 3, 3), Guess(0, 64, 4, 4, 4)],
-    128: [Guess(0, 64, 4, 4, 3), Guess(0, 128, 4, 3, 2)],
-    256: [Guess(0, 32, 4, 4, 3), Guess(0, 64, 4, 3, 2)],
+    64: [Guess(0, 128, 4, 3, 3), Guess(0, 64, 4, 4, 3)],
+    128: [Guess(0, 128, 4, 3, 2), Guess(0, 64, 4, 4, 3)],
+    256: [Guess(0, 32, 4, 4, 2), Guess(0, 64, 4, 3, 2)],
 }
 # Sequences with many queries among them.
 _MIXED: _Table = {
@@ -128,15 +130,18 @@ def guesses(inputs: Inputs, spec: Spec, device: Device) -> list[Guess]:
         return (_EXACT_DECODE if decode else _EXACT_MIXED)[width]
     if capability(device) not in ((9, 0), (10, 0), (10, 3)):
         return (_SMALL_DECODE if decode else _SMALL_MIXED)[width]
-    if np.dtype(inputs.key_pages.dtype).itemsize == 1:
-        return (_BYTES_DECODE if decode else _BYTES_MIXED)[width]
-    special = (inputs.k_scale, inputs.sinks, spec.logits_soft_cap, spec.sliding_window)
+    eight_bits = np.dtype(inputs.key_pages.dtype).itemsize == 1
+    special = (inputs.sinks, spec.logits_soft_cap, spec.sliding_window)
+    special = (*special, None if eight_bits else inputs.k_scale)
     plain, size = all(x is None for x in special), static_sizes(inputs, spec).page_size
     if decode:
-        # With tiles of several pages and all features the compiler saves registers at any price
-        # where three programs could share a multiprocessor; these are too large for that.
-        large = _DECODE[width][-1:] if width == 128 and not plain and size < 64 else []
-        return large or _DECODE[width]
+        few = (_BYTES_DECODE if eight_bits else _DECODE)[width]
+        if width == 128 and not plain and size < 64:
+            return [guess for guess in few if guess.block_k == 128]  # others lack registers
+        crowded = width == 128 and plain and size >= 64 and not eight_bits
+        return [_CROWDED, *few] if crowded else few
+    if eight_bits:
+        return _BYTES_MIXED[width]
     if plain and size % 32 == 0 and width == 128 and capability(device) == (9, 0):
         return [_LARGEST, *_MIXED[width]]
     return _MIXED[width]

@@ -1,0 +1,128 @@
+"""Attention over pages in Triton: compiled it fits, and on a card it computes what is defined."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernels.triton_testing import SHARED, compiled, lowered, needs_triton
+
+from ejkernel.modules import ragged_page_attention_v3, ragged_page_attention_v3_update
+
+MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}
+
+
+def assert_fits(capability, *calls):
+    kernels = compiled("paged_compile.py", capability, *calls)
+    assert {"attend", "combine"} <= {kernel["kernel"] for kernel in kernels}
+    for kernel in kernels:
+        if kernel["kernel"] == "attend":
+            # All programs run at once: with equal shares a second turn would double the time.
+            resident = -(-kernel["programs"] // MULTIPROCESSORS[capability])
+            registers = -(-kernel["registers"] // 8) * 8 * 32 * kernel["warps"]
+            assert resident * registers <= 65536, kernel
+            assert resident * kernel["shared"] <= SHARED[capability], kernel
+    return kernels
+
+
+@needs_triton
+@pytest.mark.slow
+def test_it_compiles_for_hopper_without_local_memory():
+    kernels = assert_fits(90, "decode_128_64_bfloat16_plain", "mixed_128_64_bfloat16_plain")
+    assert all(k["wgmma"] for k in kernels if k["kernel"] == "attend" and k["rows"] > 16)
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_what_writes_the_cache_compiles(capability):
+    caches = ("bfloat16", "e4m3", "int8")
+    kernels = assert_fits(capability, *(f"decode_128_16_{cache}_update" for cache in caches))
+    assert [kernel["kernel"] for kernel in kernels].count("write") >= len(caches)
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", ["bfloat16", "e4m3", "e5m2", "int8", "float32"])
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("what", ["decode", "mixed"])
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_no_candidate_uses_local_memory(capability, what, dim, cache):
+    """Pages smaller than a tile, as large, and larger; all that the tuner may choose."""
+    calls = [f"{what}_{dim}_{size}_{cache}_{kind}" for size in (16, 64, 256) for kind in KINDS]
+    assert_fits(capability, *calls)
+
+
+KINDS = ("plain", "all", "combined")
+
+
+@needs_triton
+@pytest.mark.slow
+def test_it_lowers_for_a_gpu_that_is_not_here():
+    """Two kernels for each operation, a third that writes a donated cache where it lies."""
+    assert lowered("paged_lower.py") == ["2 0", "2 0", "2 0", "3 2"]
+
+
+# One long, empty ones, some of several queries; then rows of no sequence.
+QUERIES, LENGTHS = np.array([1, 1, 0, 3, 1, 0, 2, 9]), np.array([5, 3000, 0, 170, 1, 30, 640, 77])
+SIZE, TOKENS, HEADS, KV_HEADS, DIM = 16, 24, 32, 8, 128
+ENDS = [np.cumsum([0, *x]).astype(np.int32) for x in (QUERIES, LENGTHS)]
+WIDTH = -(-int(LENGTHS.max()) // SIZE)
+TABLE = np.random.default_rng(0).permutation(8 * WIDTH).reshape(8, WIDTH).astype(np.int32)
+
+
+def draw(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+
+
+def cache(dtype):
+    """Keys, values and their scales; of 8 bits every number that there is."""
+    shape = (2, 8 * WIDTH, SIZE, KV_HEADS, DIM)
+    if jnp.dtype(dtype).itemsize > 1:
+        return *draw(1, *shape), {}
+    codes = np.random.default_rng(1).integers(0, 256, shape).astype(np.uint8)
+    pages = jax.lax.bitcast_convert_type(jnp.asarray(codes), dtype)
+    if dtype != jnp.int8:
+        pages = jnp.where(jnp.isfinite(pages.astype(jnp.float32)), pages, jnp.zeros((), dtype))
+    scale = 1 / jnp.abs(pages.astype(jnp.float32)).max() * jnp.linspace(0.5, 2, KV_HEADS)
+    return *pages, {"k_scale": scale, "v_scale": scale}
+
+
+def largest(a, b=0.0):
+    return float(jnp.abs(a.astype(jnp.float32) - b).max())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8])
+def test_on_the_card_it_is_as_good_as_plain_attention(dtype):
+    query, (keys, values, scales) = draw(0, TOKENS, HEADS, DIM), cache(dtype)
+
+    def run(query, keys, values, platform):
+        call = lambda *given: ragged_page_attention_v3(
+            *given, *ENDS, TABLE, **scales, platform=platform
+        )
+        return jax.jit(call)(query, keys, values)
+
+    wide = [x if x.dtype.itemsize == 1 else x.astype(jnp.float32) for x in (keys, values)]
+    with jax.default_matmul_precision("highest"):
+        exact = run(query.astype(jnp.float32), *wide, "xla")
+    plain, ours = (run(query, keys, values, platform) for platform in ("xla", "triton"))
+    rounding = float(jnp.finfo(jnp.bfloat16).eps) / 2 * largest(exact)
+    assert largest(ours, exact) <= 2 * max(largest(plain, exact), rounding)
+    assert not ours[QUERIES.sum() :].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8])
+def test_on_the_card_the_cache_is_written_to_the_bit(dtype):
+    query, (keys, values, scales) = draw(0, TOKENS, HEADS, DIM), cache(dtype)
+    new = draw(3, TOKENS, KV_HEADS, DIM), draw(4, TOKENS, KV_HEADS, DIM)
+
+    def run(platform):
+        call = lambda *given: ragged_page_attention_v3_update(
+            *given, *ENDS, TABLE, **scales, platform=platform
+        )
+        return jax.jit(call)(query, *new, keys, values)
+
+    bits = lambda x: np.asarray(x).view(np.uint8)
+    for ours, known in zip(run("triton")[1:], run("xla")[1:], strict=True):
+        np.testing.assert_array_equal(bits(ours), bits(known))
