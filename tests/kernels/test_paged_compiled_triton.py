@@ -12,13 +12,15 @@ MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}
 
 
 def assert_fits(capability, *calls):
+    """What the compiler says of every kernel of every candidate of these calls."""
     kernels = compiled("paged_compile.py", capability, *calls)
     assert {"attend", "combine"} <= {kernel["kernel"] for kernel in kernels}
     for kernel in kernels:
         if kernel["kernel"] == "attend":
             # All programs run at once: with equal shares a second turn would double the time.
-            resident = -(-kernel["programs"] // MULTIPROCESSORS[capability])
-            registers = -(-kernel["registers"] // 8) * 8 * 32 * kernel["warps"]
+            programs, warps, _ = kernel["launch"]
+            resident = -(-programs // MULTIPROCESSORS[capability])
+            registers = -(-kernel["registers"] // 8) * 8 * 32 * warps
             assert resident * registers <= 65536, kernel
             assert resident * kernel["shared"] <= SHARED[capability], kernel
     return kernels
