@@ -352,6 +352,7 @@ INTERPRETED = {
     "union": {"mask": Or((Band(-70, 0), Segments(_ids(90, 100, 66), _ids(90, 100, 66))))},
     "dense": {"queries": 128, "mask": Dense(_random_mask(1, 2, 128, 128))},
     "bias": {"queries": 128, "bias": (1, 2, 128, 128)},
+    "bias_alone": {"batch": 1, "queries": 128, "bias": (1, 2, 128, 128)},
     "bias_of_keys": {"queries": 128, "bias": (1, 1, 1, 128)},
     "bias_of_queries": {"queries": 128, "bias": (2, 2, 128, 1)},
     "bias_of_heads": {"queries": 128, "bias": (1, 2, 1, 1)},

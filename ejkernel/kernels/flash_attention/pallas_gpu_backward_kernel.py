@@ -123,7 +123,7 @@ class Kernel:
         # Products can begin with lse, which then needs no registers of its own.
         self.lse_first = starts_with_lse(spec)
         heads, key_heads = inputs.query.shape[2], inputs.key.shape[2]
-        self.group = heads // key_heads
+        self.group, self.sizes = heads // key_heads, (inputs.query.shape[0], heads)
         self.heads = key_heads if part.for_keys else heads  # of a unit
         self.list_rows, self.list_heads, self.lines, self.blocks = lists
         self.engine = gpu.EMULATION if interpreted else gpu.HARDWARE
@@ -292,7 +292,8 @@ class Kernel:
         ref = self.results[-1]
         row, head = tile.broadcast(ref)
         place = ref.at[row, head, gpu.pl.ds(tile.first_row, ROWS), gpu.pl.ds(at, tile.shape[1])]
-        others = [x for x, at in ((tile.row, row), (tile.head, head)) if x is not at]
+        sizes = zip((tile.row, tile.head), ref.shape[:2], self.sizes, strict=True)
+        others = [x for x, size, whole in sizes if size < whole]
         first = functools.reduce(lax.bitwise_and, [x == 0 for x in others]) if others else True
         zero = lambda: gpu.full(tile.shape, 0.0)
         put = lambda x: operator.setitem(place, ..., x.astype(ref.dtype))

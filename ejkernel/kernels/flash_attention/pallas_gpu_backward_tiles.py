@@ -36,13 +36,12 @@ class Walked:
         """`(step, sums, taken)` after all tiles."""
         refs, masked = self.work.refs, self.work.operands.masked
         count, self.partial = refs["count"][self.lists], refs["partial"][self.lists]
-        start = 0
+        self.count, start, program = count, 0, self.narrow_tile if self.narrow else self.whole_tile
+        if self.ahead:
+            self.wait((0,), carry[0])
         if self.tiles.overlap:
-            carry = self.first_tile(masked, carry)
-            start = 1
-        step = self.next_tile if self.tiles.overlap else self.whole_tile
-        step = self.narrow_tile if self.narrow else step
-        carry = lax.fori_loop(start, count, functools.partial(step, masked), carry)
+            carry, start, program = self.first_tile(masked, carry), 1, self.next_tile
+        carry = lax.fori_loop(start, count, functools.partial(program, masked), carry)
         return self.last_tile(carry) if self.tiles.overlap else carry
 
     def over_empty_tiles(self, put) -> None:
@@ -69,15 +68,28 @@ class Walked:
         step, sums, taken = carry
         products, summed = self.part.products, self.part.summed
         begun = self.before(j, with_mask)
-        self.wait(products, step)
+        self.wait(products[1:] if self.ahead else products, step)
 
         def all_of_it(accumulators, values):
             sums, found = accumulators[: len(summed)], accumulators[len(summed) :]
             (taken,) = values
-            left, taken[...] = self.gradients(found, j, step, with_mask, taken[...])
+
+            def between(weights):
+                if self.eager:
+                    self.sum_up(sums[:1], [weights[0].astype(self.work.dtype)], step, (1,))
+                    return self.shared.moving[1].shape.strips
+                if self.ahead:
+                    gpu.pl.when(j + 1 < self.count)(lambda: self.wait((0,), step + 1))
+                return 0
+
+            left, taken[...] = self.gradients(
+                found, j, step, with_mask, taken[...], between=between
+            )
             self.free(self.brief, step)
             self.wait(self.late, step)
-            self.sum_up(sums, [x.astype(self.work.dtype) for x in left], step)
+            done = 1 if self.eager else 0
+            left = [x.astype(self.work.dtype) for x in left[done:]]
+            self.sum_up(sums[done:], left, step, summed[done:])
 
         starts = [self.start(i, begun, step) for i in products]
         sums, (taken,) = self.engine.run(all_of_it, (*sums, *starts), (taken,))
@@ -96,12 +108,13 @@ class Walked:
             return found
 
         weights = self.weights(j, step, with_mask, product(0))
-        d_weights = product(1) if len(self.part.products) > 1 else None
-        left, taken = self.gradients_of(weights, j, step, d_weights, taken)
+        left, taken = self.gradients_of(weights, j, step, product(1), taken)
         left = [x.astype(self.work.dtype) for x in left]
         self.free(self.brief, step)
         self.wait(self.late, step)
-        sums, _ = self.engine.run(lambda refs, values: self.sum_up(refs, left, step), sums)
+        sums, _ = self.engine.run(
+            lambda refs, values: self.sum_up(refs, left, step, self.part.summed), sums
+        )
         self.free(self.part.summed, step)
         return step + 1, sums, taken
 
@@ -136,7 +149,7 @@ class Walked:
             taken, *left = values
 
             def begin():
-                self.sum_up(sums, [x[...] for x in left], step - 1)
+                self.sum_up(sums, [x[...] for x in left], step - 1, summed)
                 return sum(self.shared.moving[i].shape.strips for i in summed)
 
             new = self.gradients(found, j, step, with_mask, taken[...], begin)
@@ -154,7 +167,7 @@ class Walked:
     def last_tile(self, carry):
         step, sums, taken, left = carry
         self.wait(self.late, step - 1)
-        add = lambda sums, values: self.sum_up(sums, left, step - 1)
+        add = lambda sums, values: self.sum_up(sums, left, step - 1, self.part.summed)
         sums, _ = self.engine.run(add, sums)
         self.free(self.part.summed, step - 1)
         return step, sums, taken
@@ -193,29 +206,48 @@ class Walked:
             slot = self.slot(i, step) if self.work.stages[i] > 1 else first
             self.engine.inner(accumulator, held, mine, moving, slot)
 
-    def sum_up(self, accumulators, left, step) -> None:
+    def sum_up(self, accumulators, left, step, which) -> None:
         """Add a tile: weights times gradients of outputs, gradients of logits times the rest."""
-        for accumulator, x, i in zip(accumulators, left, self.part.summed, strict=True):
+        for accumulator, x, i in zip(accumulators, left, which, strict=True):
             self.engine.outer(accumulator, x, self.shared.moving[i], self.slot(i, step))
 
-    def gradients(self, accumulators, j, step, with_mask, taken, begin=lambda: 0):
+    def gradients(
+        self, accumulators, j, step, with_mask, taken, begin=lambda: 0, between=lambda weights: 0
+    ):
         """The products of a tile, and what becomes of them.
 
-        `begin` starts other matmuls behind them and says how many.
+        `begin` starts other matmuls behind them and says how many, `between` more of them when the
+        weights are known.
         """
         self.start_products(accumulators, step, self.part.products)
         others = begin()
         second = sum(self.shared.moving[i].shape.strips for i in self.part.products[1:])
         logits = self.engine.read(accumulators[0], others + second)
         weights = self.weights(j, step, with_mask, logits)
+        if self.ahead:
+            weights = _computed(*weights)
+        others += between(weights)
         d_weights = self.engine.read(accumulators[1], others) if second else None
         return self.gradients_of(weights, j, step, d_weights, taken)
 
+    # How the exponentials get hidden behind the second product: the assembler would move them
+    # behind the wait for it, but not past a matmul that needs them, and not past a branch.
+
+    @property
+    def eager(self) -> bool:
+        """Whether values are summed as soon as there are weights."""
+        return self.part.summed == (1, 0) and not self.tiles.overlap
+
+    @property
+    def ahead(self) -> bool:
+        """Whether what the next tile begins with is waited for in the middle of this one."""
+        return self.part.summed == (0,) and not self.tiles.overlap and not self.narrow
+
     @property
     def narrow(self) -> bool:
-        """Whether registers are short: wide sums, and the bits of dropout for every weight."""
-        sums = sum(self.work.dims[i] for i in self.part.summed)
-        return self.tile.drops and not self.tiles.overlap and sums > 192
+        """Whether registers are short: a wide sum, and the bits of dropout for every weight."""
+        wide = self.part.summed == (0,) and self.work.dims[0] > 192
+        return wide and self.tile.drops and not self.tiles.overlap
 
     def place(self, j):
         if not self.tile.needs_place:
@@ -269,3 +301,10 @@ class Walked:
             self.work.put_logits(self.tile, self.place(j), d_logits)
         of = {0: d_logits, 1: used}
         return tuple(of[i] for i in self.part.summed), taken
+
+
+def _computed(*values):
+    """The same, known to be computed here; what is the same twice takes registers once."""
+    different = {id(x): x for x in values}
+    after = lax.optimization_barrier(tuple(different.values()))
+    return tuple(dict(zip(different, after, strict=True))[id(x)] for x in values)
