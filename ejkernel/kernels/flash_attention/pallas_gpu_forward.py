@@ -266,7 +266,7 @@ class _Forward:
 
             Else they are taken by where each part of the queries begins.
             """
-            wide = max(self.matrices["queries"].columns, self.value_columns) > 192
+            wide = max(self.matrices["queries"].columns, self.value_columns) > 128
             return lax.optimization_barrier(warpgroup) if wide else warpgroup
 
         def softmax(products, at, with_mask, peak, mass):
