@@ -1,4 +1,4 @@
-"""How much memory a TPU core has for a kernel, and how much arrays take there."""
+"""What a TPU core has for a kernel, and how much memory arrays take there."""
 
 import math
 from typing import Any, NamedTuple
@@ -11,26 +11,27 @@ MEBIBYTE = 1 << 20
 
 
 class Core(NamedTuple):
-    """The memories of one core, in bytes."""
+    """The memories of one core, in bytes, and the width of its matrix units."""
 
     vmem: int
     smem: int
+    matrix: int
 
 
 # By how device kinds begin; the first that fits counts.
 _CORES = (
-    ("TPU v4", Core(16 * MEBIBYTE, MEBIBYTE)),
-    ("TPU v5 lite", Core(128 * MEBIBYTE, MEBIBYTE)),
-    ("TPU v5e", Core(128 * MEBIBYTE, MEBIBYTE)),
-    ("TPU v5", Core(64 * MEBIBYTE, MEBIBYTE)),
-    ("TPU v6", Core(128 * MEBIBYTE, MEBIBYTE)),
-    ("TPU7", Core(64 * MEBIBYTE, MEBIBYTE)),
+    ("TPU v4", Core(16 * MEBIBYTE, MEBIBYTE, 128)),
+    ("TPU v5 lite", Core(128 * MEBIBYTE, MEBIBYTE, 128)),
+    ("TPU v5e", Core(128 * MEBIBYTE, MEBIBYTE, 128)),
+    ("TPU v5", Core(64 * MEBIBYTE, MEBIBYTE, 128)),
+    ("TPU v6", Core(128 * MEBIBYTE, MEBIBYTE, 256)),
+    ("TPU7", Core(64 * MEBIBYTE, MEBIBYTE, 256)),
 )
-_SMALLEST = Core(16 * MEBIBYTE, MEBIBYTE)
+_SMALLEST = Core(16 * MEBIBYTE, MEBIBYTE, 128)
 
 
 def core_of(device: Device | None) -> Core:
-    """The memories of a device; of one that is not known, the smallest there are."""
+    """What a device has; one that is not known, the least there is."""
     kind = "" if device is None else device.kind
     return next((core for name, core in _CORES if kind.startswith(name)), _SMALLEST)
 

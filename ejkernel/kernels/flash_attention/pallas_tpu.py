@@ -1,8 +1,8 @@
 """Flash attention on TPUs, in Pallas: what it takes, and tiles that fit into VMEM.
 
 Tiles are multiples of 128 queries and keys. Forward, `blocksize_heads` query heads of a key head
-are worked on at once; backward `blocksize_n` of them, and `blocksize_m` queries, whose gradient
-stays in VMEM.
+are worked on at once, in squares of `blocksize_m`, the width of the matrix unit; backward
+`blocksize_n` of them, and `blocksize_m` queries, whose gradient stays in VMEM.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
 from ejkernel.kernels.flash_attention.pallas_tpu_call import LANES, Call, Settle, TileSize
 from ejkernel.ops.config import BwdParams, FwdParams
 from ejkernel.ops.implementation import Implementation, Pass
-from ejkernel.ops.platform import Device
+from ejkernel.ops.platform import Device, device_of
 from ejkernel.types.rules import Everything
 
 # From the best that a tile can be to the least: halved in turn until it fits.
@@ -48,7 +48,8 @@ def forward(
     )
     vmem = _limit(_forward_bytes(inputs, size))
     call = Call(inputs, spec, size, vmem=vmem, settle=settle)
-    outputs = pallas_tpu_forward.forward(call, dtype or inputs.query.dtype)
+    side = chosen.blocksize_m or core_of(device_of(jax.tree.leaves(inputs))).matrix
+    outputs = pallas_tpu_forward.forward(call, dtype or inputs.query.dtype, _tile(side))
     return outputs, outputs
 
 
@@ -85,7 +86,16 @@ def heuristic_forward(inputs: Inputs, spec: Spec, device: Device | None) -> FwdP
         size = _clipped(inputs, TileSize(queries, keys, heads))
         if _forward_bytes(inputs, size) <= _SHARE * core_of(device).vmem:
             break
-    return FwdParams(q_blocksize=size.queries, kv_blocksize=size.keys, blocksize_heads=size.heads)
+    return _fwd_params(size, device)
+
+
+def _fwd_params(size: TileSize, device: Device | None) -> FwdParams:
+    return FwdParams(
+        q_blocksize=size.queries,
+        kv_blocksize=size.keys,
+        blocksize_heads=size.heads,
+        blocksize_m=core_of(device).matrix,
+    )
 
 
 def heuristic_backward(inputs: Inputs, spec: Spec, device: Device | None) -> BwdParams:
@@ -140,8 +150,8 @@ def _operand_bytes(inputs: Inputs, size: TileSize) -> int:
     blocks = [
         vmem_bytes((size.heads, size.queries, width), dtype),
         vmem_bytes((size.keys, width), dtype),
-        vmem_bytes((size.keys, columns), dtype),
-        2 * vmem_bytes((size.queries, 1), jnp.int32),
+        max(vmem_bytes((size.keys, columns), dtype), vmem_bytes((columns, size.keys), dtype)),
+        2 * vmem_bytes((size.keys, 1), jnp.int32),
     ]
     if inputs.bias is not None:
         blocks.append(vmem_bytes((size.heads, size.queries, size.keys), inputs.bias.dtype))
@@ -153,7 +163,7 @@ def _operand_bytes(inputs: Inputs, size: TileSize) -> int:
 def _forward_bytes(inputs: Inputs, size: TileSize) -> int:
     columns, rows = inputs.value.shape[3], (size.heads, size.queries)
     results = 2 * vmem_bytes((*rows, columns), inputs.query.dtype)
-    kept = vmem_bytes((*rows, columns + 2 * LANES), jnp.float32)
+    kept = vmem_bytes((size.heads, columns + 16, size.queries), jnp.float32)
     tiles = 4 * size.heads * vmem_bytes((size.queries, size.keys), jnp.float32)
     return _operand_bytes(inputs, size) + results + kept + tiles
 
@@ -205,7 +215,7 @@ def _candidates_forward(inputs: Inputs, spec: Spec, device: Device) -> list[FwdP
         for heads in (1, 2, 4)
     )
     return [
-        FwdParams(q_blocksize=x.queries, kv_blocksize=x.keys, blocksize_heads=x.heads)
+        _fwd_params(x, device)
         for x in dict.fromkeys(sizes)
         if _forward_bytes(inputs, x) <= _SHARE * core_of(device).vmem
     ]

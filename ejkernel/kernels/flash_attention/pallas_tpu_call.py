@@ -4,6 +4,9 @@
     key     [b, k, s, h]   blocks of `block_k` rows
     rows    [b, n, 1, t]   a number for each query, along the lanes
 
+Tiles stand keys by queries: what a row of logits has in common, its maximum, its sum, takes one
+register for 128 queries, and is found without moving anything between lanes.
+
 The grid is (batch rows, blocks of heads, tiles); the tiles are those of the list, so that what the
 mask hides is neither loaded nor visited. Where the mask differs between rows or heads, the list
 holds them all and the grid counts one.
@@ -74,8 +77,8 @@ class Result(NamedTuple):
 class Call:
     """One call of a kernel that may use `vmem` bytes, and whose results `settle` is to see.
 
-    `by_keys`: results are blocks of keys, and tiles stand keys by queries. `first_query`: how many
-    queries of the whole come before these.
+    `by_keys`: results are blocks of keys. `first_query`: how many queries of the whole come before
+    these.
     """
 
     def __init__(
@@ -145,10 +148,16 @@ class Call:
             self.spec_of(block, lambda at: (at.batch, at.heads, at.queries, 0)),
         )
 
-    def of_keys(self, x: jax.Array) -> Operand:
-        """[b, s, k, d] -> [b, k, s, d]"""
+    def of_keys(self, x: jax.Array, *, transposed: bool = False) -> Operand:
+        """[b, s, k, d] -> [b, k, s, d], or [b, k, d, s]"""
+        place = lambda at: (at.batch, self.key_head(at))
+        if transposed:
+            spec = self.spec_of(
+                (None, None, x.shape[-1], self.size.keys), lambda at: (*place(at), 0, at.keys)
+            )
+            return Operand(jnp.transpose(x, (0, 2, 3, 1)), spec)
         block = (None, None, self.size.keys, x.shape[-1])
-        index = lambda at: (at.batch, self.key_head(at), at.keys, 0)
+        index = lambda at: (*place(at), at.keys, 0)
         return Operand(jnp.swapaxes(x, 1, 2), self.spec_of(block, index))
 
     def key_head(self, at: Tile) -> Any:
@@ -165,7 +174,7 @@ class Call:
         return Operand(x[:, :, None], self.spec_of(block, index))
 
     def mask_operands(self) -> list[Operand]:
-        """The arrays of the mask that are no scalars, oriented as the tile is; they come last."""
+        """The arrays of the mask that are no scalars, as the tile stands; they come last."""
         return [
             self._mask_operand(x.kind, x.array) for x in self.mask.operands if x.kind != "scalar"
         ]
@@ -180,7 +189,7 @@ class Call:
             return self.of_tile(x)
         size = self.size.queries if kind == "query" else self.size.keys
         which = (lambda at: at.queries) if kind == "query" else (lambda at: at.keys)
-        if (kind == "query") != self.by_keys:  # a column
+        if kind == "key":  # a column
             spec = self.spec_of((None, size, 1), lambda at: (row(at), which(at), 0))
             return Operand(x[:, :, None], spec)
         return Operand(
@@ -188,25 +197,20 @@ class Call:
         )
 
     def of_tile(self, x: jax.Array) -> Operand:
-        """[#b, #n, #t, #s], keys by queries where tiles stand so."""
+        """[#b, #n, #t, #s] -> [#b, #n, #s, #t]"""
         many = [size > 1 for size in x.shape]
         heads = self.size.heads if many[1] else 1
-        sizes = (
-            self.size.queries if many[2] else 1,
-            self.size.keys if many[3] else 1,
-        )
+        sizes = (self.size.keys if many[3] else 1, self.size.queries if many[2] else 1)
 
         def index(at: Tile) -> tuple:
-            places = (at.queries if many[2] else 0, at.keys if many[3] else 0)
+            places = (at.keys if many[3] else 0, at.queries if many[2] else 0)
             return (
                 at.batch if many[0] else 0,
                 at.heads if many[1] else 0,
-                *(places[::-1] if self.by_keys else places),
+                *places,
             )
 
-        if self.by_keys:
-            x, sizes = jnp.swapaxes(x, 2, 3), sizes[::-1]
-        return Operand(x, self.spec_of((None, heads, *sizes), index))
+        return Operand(jnp.swapaxes(x, 2, 3), self.spec_of((None, heads, *sizes), index))
 
     def scalars(self) -> list[jax.Array]:
         """What goes into scalar memory: the list, the numbers of the mask, the dropout counters."""
@@ -265,15 +269,12 @@ class Call:
         )
 
     def indices(self, tile: Tile) -> tuple[jax.Array, jax.Array]:
-        """The indices of the queries and of the keys of a tile, a column and a row of it."""
-        axes = (1, 0) if self.by_keys else (0, 1)
-        of = lambda start, size, axis: (
-            start * size + jax.lax.broadcasted_iota(jnp.int32, _line(size, axis), axis)
+        """The indices of the queries and of the keys of a tile, a row and a column of it."""
+        of = lambda start, size, line, axis: (
+            start * size + jax.lax.broadcasted_iota(jnp.int32, line, axis)
         )
-        return (
-            of(tile.queries, self.size.queries, axes[0]),
-            of(tile.keys, self.size.keys, axes[1]),
-        )
+        queries, keys, _ = self.size
+        return of(tile.queries, queries, (1, queries), 1), of(tile.keys, keys, (keys, 1), 0)
 
     def allowed(self, tile: Tile, refs: "Refs") -> Any:
         """The pairs of a tile that count: seen by the mask, and not past the ends."""
@@ -392,10 +393,6 @@ def _split(number: Any, count: int) -> tuple[Any, Any]:
     """What stands above the bits of a number below `count`, and that number."""
     bits = _bits(count)
     return jax.lax.shift_right_logical(number, bits), number & ((1 << bits) - 1)
-
-
-def _line(size: int, axis: int) -> tuple[int, int]:
-    return (size, 1) if axis == 0 else (1, size)
 
 
 def product(left: jax.Array, right: jax.Array, *, transpose_right: bool = False) -> jax.Array:

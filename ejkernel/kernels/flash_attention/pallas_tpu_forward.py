@@ -1,8 +1,18 @@
-"""Forward on TPU: softmax block by block along each row of tiles, accumulated in VMEM."""
+"""Forward on TPU: softmax block by block along each row of tiles, accumulated in VMEM.
 
+Tiles stand keys by queries, and so does what is kept of a row of them: the largest logit and the
+sum of the weights of 128 queries are one register, and no step moves anything between lanes. The
+output grows transposed, from values that come transposed, and is turned once, at the end.
+
+A tile is cut into squares as wide as the matrix unit. It holds the weights of a square while the
+values stream through it, so that those of one square can be multiplied while those of the next are
+still made.
+"""
+
+import collections
 import functools
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +24,7 @@ from ejkernel.kernels.flash_attention.pallas_tpu_call import (
     LANES,
     LOG2_E,
     Call,
+    Here,
     Operand,
     Refs,
     Result,
@@ -23,32 +34,36 @@ from ejkernel.types.block_map import FULL, PARTIAL
 
 # Below every logit, yet a number: what was masked, -inf, is 0 after exp2(x - _LEAST).
 _LEAST = -1e30
-# Rows of a tile that go through softmax together: few enough to stay in registers for the most
-# part, enough for the matmuls of some to hide behind the others.
-_ROWS = 256
+_SUBLANES = 8
+_ONES = 16  # rows of ones that add up weights; so many of 16 bits are a register
+_AHEAD = 256  # queries whose products are started before they are needed, to hide the matmuls
 
 
-def forward(call: Call, dtype: Any) -> Outputs:
-    """Output in `dtype` and log-sum-exp."""
+def forward(call: Call, dtype: Any, side: int) -> Outputs:
+    """Output in `dtype` and log-sum-exp; `side`: the width of the matrix unit."""
     inputs, size = call.inputs, call.size
     columns = inputs.value.shape[-1]
-    operands = [call.of_queries(inputs.query), call.of_keys(inputs.key), call.of_keys(inputs.value)]
+    operands = [
+        call.of_queries(inputs.query),
+        call.of_keys(inputs.key),
+        call.of_keys(inputs.value, transposed=True),
+    ]
     if inputs.bias is not None:
         operands.append(call.of_tile(inputs.bias))
     if inputs.sinks is not None:
         sinks = jnp.broadcast_to(inputs.sinks, (call.q_heads, inputs.sinks.shape[1]))
         operands.append(_sinks(call, sinks.astype(jnp.float32)))
     operands += call.mask_operands()
-    rows = (size.heads, size.queries)
     out, lse = call.run(
-        _kernel,
+        functools.partial(_kernel, side),
         operands,
         [
             Result(
                 (call.batch, call.q_heads, call.q_len, columns),
                 dtype,
                 call.spec_of(
-                    (None, *rows, columns), lambda at: (at.batch, at.heads, at.queries, 0)
+                    (None, size.heads, size.queries, columns),
+                    lambda at: (at.batch, at.heads, at.queries, 0),
                 ),
             ),
             Result(
@@ -61,9 +76,9 @@ def forward(call: Call, dtype: Any) -> Outputs:
             ),
         ],
         [
-            pltpu.VMEM((*rows, LANES), jnp.float32),
-            pltpu.VMEM((*rows, LANES), jnp.float32),
-            pltpu.VMEM((*rows, columns), jnp.float32),
+            pltpu.VMEM((size.heads, _SUBLANES, size.queries), jnp.float32),
+            pltpu.VMEM((size.heads, _SUBLANES, size.queries), jnp.float32),
+            pltpu.VMEM((size.heads, columns, size.queries), jnp.float32),
         ],
     )
     return Outputs(jnp.swapaxes(out, 1, 2), lse[:, :, 0])
@@ -76,59 +91,23 @@ def _sinks(call: Call, sinks: jax.Array) -> Operand:
     return Operand(wide, call.spec_of(block, lambda at: (at.heads, 0, 0)))
 
 
-def _kernel(call: Call, refs: Refs) -> None:
-    query, key, value, *others = refs.inputs
+def _kernel(side: int, call: Call, refs: Refs) -> None:
+    _, _, value, *others = refs.inputs
     bias = others.pop(0) if call.inputs.bias is not None else None
     sinks = others.pop(0) if call.inputs.sinks is not None else None
-    out, lse, most, total, sums = refs.outputs
+    out, lse, *kept = refs.outputs
     here = call.here(refs)
+    # A unit of 256 has room for them; dropped weights count in the sums, but not in the output.
+    by_matmul = side > LANES and value.shape[0] % _ONES == 0 and call.inputs.dropout is None
+    sums = _Sums(*kept, by_matmul)
 
     @pl.when(here.first)
     def _():
-        most[...] = jnp.full_like(most, _LEAST)
-        total[...] = jnp.zeros_like(total)
-        sums[...] = jnp.zeros_like(sums)
+        sums.most[...] = jnp.full_like(sums.most, _LEAST)
+        sums.total[...] = jnp.zeros_like(sums.total)
+        sums.output[...] = jnp.zeros_like(sums.output)
 
-    def visit(masked: bool) -> None:
-        keys, values = key[...], value[...]
-        allowed = call.allowed(here.tile, refs) if masked else None
-        if masked and call.ragged_keys:
-            # Past the end anything may lie, and 0 times NaN is NaN.
-            there = jax.lax.broadcasted_iota(jnp.int32, (values.shape[0], 1), 0)
-            there = here.tile.keys * values.shape[0] + there < call.kv_len
-            values = jnp.where(there, values, jnp.zeros_like(values))
-        kept = None
-        parts = [
-            (head, slice(start, start + min(_ROWS, call.size.queries)))
-            for head, start in itertools.product(
-                range(call.size.heads), range(0, call.size.queries, _ROWS)
-            )
-        ]
-        dot = lambda head, rows: product(query[head, rows], keys, transpose_right=True)
-        ahead = dot(*parts[0])
-        for number, (head, rows) in enumerate(parts):
-            # The products of the next rows before the softmax of these, which hides them.
-            products, start = ahead, rows.start
-            if number + 1 < len(parts):
-                ahead = dot(*parts[number + 1])
-            of_head = None if bias is None else bias[head if bias.shape[0] > 1 else 0]
-            logits, _ = call.logits(products, _rows_of(of_head, rows))
-            if allowed is not None:
-                logits = jnp.where(_rows_of(allowed, rows), logits, -jnp.inf)
-            before = most[head, rows]
-            after = jnp.maximum(before, logits.max(axis=1, keepdims=True))
-            fade = jnp.exp2(before - after)
-            weights = jnp.exp2(logits - _across(after, logits.shape[1]))
-            most[head, rows] = after
-            total[head, rows] = total[head, rows] * fade + _lane_sums(weights)
-            if call.inputs.dropout is not None:
-                kept = call.kept(here.tile, head, refs) if start == 0 else kept
-                grown = weights * (1 / (1 - call.spec.dropout_prob))
-                weights = jnp.where(_rows_of(kept, rows), grown, 0.0)
-            sums[head, rows] = sums[head, rows] * _across(fade, sums.shape[2]) + product(
-                weights.astype(values.dtype), values
-            )
-
+    visit = functools.partial(_visit, call, refs, here, sums, bias, side)
     if call.plain:
         visit(masked=False)
     else:
@@ -138,32 +117,121 @@ def _kernel(call: Call, refs: Refs) -> None:
     @pl.when(here.last)
     def _():
         for head in range(call.size.heads):
-            visible = total[head].sum(axis=1, keepdims=True)
-            highest = most[head][:, :1]
+            total = sums.total[head]
+            visible = total[:1] if by_matmul else total.sum(axis=0, keepdims=True)
+            highest = sums.most[head, :1]
             divisor = visible
             if sinks is not None:
                 for sink in range(sinks.shape[1]):
                     divisor += jnp.exp2(sinks[head, sink : sink + 1, :1] * LOG2_E - highest)
             divisor = jnp.where(visible > 0.0, divisor, 1.0)
-            out[head] = (sums[head] / divisor).astype(out.dtype)
-            natural = highest * (1 / LOG2_E) + jnp.log(visible)
-            wide = jnp.broadcast_to(natural, (natural.shape[0], LANES))
-            lse[head] = wide.T[:1]
+            out[head] = (sums.output[head] / divisor).T.astype(out.dtype)
+            lse[head] = highest * (1 / LOG2_E) + jnp.log(visible)
 
 
-def _rows_of(x: Any, rows: slice) -> Any:
-    """Some rows of a tile, or of what is broadcast to one."""
-    return x if x is None or x.shape[0] == 1 else x[rows]
+class _Sums(NamedTuple):
+    """What is kept of a row of tiles, queries along the lanes.
+
+    `most`: the largest logit, in every sublane. `total`: of the weights, whole in every sublane or
+    one part in each; whole where they are found `by_matmul`, along with the output.
+    """
+
+    most: Any
+    total: Any
+    output: Any
+    by_matmul: bool
+
+    def add(self, head: int, queries: slice, fade: jax.Array, values: list, weights: list) -> None:
+        """Add the values of some queries, a square of them for each of the weights."""
+        columns = self.output.shape[1]
+        if self.by_matmul:
+            ones = lambda x: jnp.ones((_ONES, x.shape[1]), x.dtype)
+            values = [jnp.concatenate([x, ones(x)]) for x in values]
+        products = [product(x, y.astype(x.dtype)) for x, y in zip(values, weights, strict=True)]
+        found = functools.reduce(jnp.add, products)
+        self.output[head, :, queries] = self.output[head, :, queries] * fade[:1] + found[:columns]
+        if self.by_matmul:
+            self._grow(head, queries, fade, found[columns : columns + _SUBLANES])
+
+    def count(self, head: int, queries: slice, fade: jax.Array, weights: list) -> None:
+        """Add up weights, unless `add` does."""
+        if not self.by_matmul:
+            self._grow(head, queries, fade, functools.reduce(jnp.add, map(_sublanes, weights)))
+
+    def _grow(self, head: int, queries: slice, fade: jax.Array, by: jax.Array) -> None:
+        self.total[head, :, queries] = self.total[head, :, queries] * fade + by
 
 
-def _across(x: jax.Array, width: int) -> jax.Array:
-    """A number for each row, the same in all lanes, over so many columns."""
-    if width <= LANES:
-        return x[:, :width]
-    return jnp.concatenate([x] * -(-width // LANES), axis=1)[:, :width]
+def _visit(
+    call: Call,
+    refs: Refs,
+    here: Here,
+    sums: _Sums,
+    bias: Any,
+    side: int,
+    *,
+    masked: bool,
+) -> None:
+    """The work on a tile: strips of queries, each in squares of so many keys."""
+    query, key, value, *_ = refs.inputs
+    allowed = call.allowed(here.tile, refs) if masked else None
+    kept = None
+    squares = _cut(call.size.keys, side)
+    # Loaded anew for every strip: there are not registers enough to keep them.
+    values = lambda: [_values(call, here, value[:, keys], keys, masked) for keys in squares]
+    strips = list(itertools.product(range(call.size.heads), _cut(call.size.queries, side)))
+    dots = lambda head, queries: [
+        product(key[keys], query[head, queries], transpose_right=True) for keys in squares
+    ]
+    ahead = _AHEAD // side
+    waiting = collections.deque(dots(*strip) for strip in strips[:ahead])
+    for number, (head, queries) in enumerate(strips):
+        if number + ahead < len(strips):
+            waiting.append(dots(*strips[number + ahead]))
+        logits = []
+        for keys, products in zip(squares, waiting.popleft(), strict=True):
+            of_head = None if bias is None else bias[head if bias.shape[0] > 1 else 0]
+            logits.append(call.logits(products, _part(of_head, keys, queries))[0])
+            if allowed is not None:
+                logits[-1] = jnp.where(_part(allowed, keys, queries), logits[-1], -jnp.inf)
+        before = sums.most[head, :, queries]
+        highest = [x.max(axis=0, keepdims=True) for x in logits]
+        after = functools.reduce(jnp.maximum, highest, before)
+        fade = jnp.exp2(before - after)
+        weights = [jnp.exp2(x - after[:1]) for x in logits]
+        sums.most[head, :, queries] = after
+        sums.count(head, queries, fade, weights)
+        if call.inputs.dropout is not None:
+            kept = call.kept(here.tile, head, refs) if queries.start == 0 else kept
+            grow = 1 / (1 - call.spec.dropout_prob)
+            weights = [
+                jnp.where(_part(kept, keys, queries), x * grow, 0.0)
+                for keys, x in zip(squares, weights, strict=True)
+            ]
+        sums.add(head, queries, fade, values(), weights)
 
 
-def _lane_sums(x: jax.Array) -> jax.Array:
-    """Sums along the rows, but for the last: one for each lane."""
-    parts = [x[:, start : start + LANES] for start in range(0, x.shape[1], LANES)]
-    return functools.reduce(jnp.add, parts)
+def _cut(size: int, side: int) -> list[slice]:
+    return [slice(start, min(start + side, size)) for start in range(0, size, side)]
+
+
+def _values(call: Call, here: Here, values: jax.Array, keys: slice, masked: bool) -> jax.Array:
+    """Values, 0 past the end: anything may lie there, and 0 times NaN is NaN."""
+    if not (masked and call.ragged_keys):
+        return values
+    place = jax.lax.broadcasted_iota(jnp.int32, (1, values.shape[1]), 1)
+    there = here.tile.keys * call.size.keys + keys.start + place < call.kv_len
+    return jnp.where(there, values, jnp.zeros_like(values))
+
+
+def _part(x: Any, keys: slice, queries: slice) -> Any:
+    """Some keys and queries of a tile, or of what is broadcast to one."""
+    if x is None:
+        return None
+    x = x if x.shape[0] == 1 else x[keys]
+    return x if x.shape[1] == 1 else x[:, queries]
+
+
+def _sublanes(x: jax.Array) -> jax.Array:
+    """Sums over keys, but for the last: one for each sublane."""
+    return x.reshape(-1, _SUBLANES, x.shape[1]).sum(axis=0)
