@@ -92,6 +92,35 @@ def test_many_tiles_give_what_the_reference_defines(workload, dtype):
         assert deviation.fine, deviation
 
 
+@pytest.mark.tpu
+@pytest.mark.parametrize("side", [128, 256])
+@pytest.mark.parametrize("options", [{"causal": True}, {"dropout_prob": 0.3, "dropout_seed": 7}])
+def test_squares_of_a_tile_give_what_the_reference_defines(options, side):
+    """Several strips of queries, the last a short one, and more keys than go together."""
+    shapes = attention(q_len=500, kv_len=650, heads=1, kv_heads=1, value_dim=16)
+    workload = Workload("squares", shapes | {"bias": normal(1, 1, 500, 650)} | options)
+    call = lambda seed: default_executor().invocation(flash_attention, **workload.build(seed))
+    params = FwdParams(q_blocksize=384, kv_blocksize=640, blocksize_m=side)
+    request = Request(platform="pallas", cfg=FlashAttentionConfig(fwd_params=params))
+    mine = call(0)
+    with settings.override(interpret=jax.default_backend() != "tpu"):
+        run = jax.jit(lambda x: executor.run(mine.op, x, mine.spec, request))
+        outputs = run(with_dtype(mine.inputs, jnp.bfloat16))
+    for deviation in Truth(call).of_values(outputs, jnp.bfloat16):
+        assert deviation.fine, deviation
+
+
+@pytest.mark.parametrize(("kind", "side"), [("TPU v5 lite", 128), ("TPU v6 lite", 256)])
+def test_squares_are_as_wide_as_the_matrix_unit(kind, side):
+    array = jax.ShapeDtypeStruct((1, 8192, 8, 128), jnp.bfloat16)
+    inputs, device = Inputs(array, array, array), Device("tpu", kind, None, kind)
+    chosen = pallas_tpu.heuristic_forward(inputs, Spec(softmax_scale=1.0), device)
+    assert chosen.blocksize_m == side
+    assert (chosen.q_blocksize, chosen.kv_blocksize) == (1024, 1024)
+    window = inputs._replace(mask=Band(-100, 0))
+    assert pallas_tpu.heuristic_forward(window, Spec(softmax_scale=1.0), device).q_blocksize == 512
+
+
 def visited(rule, **options):
     tiles = tile_list(rule, 512, 512, 128, 128, **options)
     count = int(tiles.count)

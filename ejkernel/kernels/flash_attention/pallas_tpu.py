@@ -19,10 +19,18 @@ from ejkernel.kernels.flash_attention.pallas_tpu_call import LANES, Call, Settle
 from ejkernel.ops.config import BwdParams, FwdParams
 from ejkernel.ops.implementation import Implementation, Pass
 from ejkernel.ops.platform import Device, device_of
-from ejkernel.types.rules import Everything
+from ejkernel.types.rules import Band, Everything, Rule
 
 # From the best that a tile can be to the least: halved in turn until it fits.
-_FORWARD = ((512, 1024), (512, 512), (256, 512), (256, 256), (128, 256), (128, 128))
+_FORWARD = (
+    TileSize(1024, 1024, 1),
+    TileSize(512, 1024, 2),
+    TileSize(512, 512, 2),
+    TileSize(256, 512, 2),
+    TileSize(256, 256, 2),
+    TileSize(128, 256, 2),
+    TileSize(128, 128, 2),
+)
 _BACKWARD = ((512, 512), (256, 512), (256, 256), (128, 256), (128, 128))
 _GOOD_PART = 1024  # queries whose gradient should fit, or a smaller tile is better
 _SHARE = 0.6  # of VMEM; the compiler needs some for itself
@@ -81,12 +89,21 @@ def backward(
 
 def heuristic_forward(inputs: Inputs, spec: Spec, device: Device | None) -> FwdParams:
     """The largest of the good tiles that fits."""
-    heads = _heads(inputs, 2)
-    for queries, keys in _FORWARD:
-        size = _clipped(inputs, TileSize(queries, keys, heads))
+    # Of the largest a window or a short document would leave much unused.
+    sizes = _FORWARD if _covers_most(inputs.mask) else _FORWARD[1:]
+    size = sizes[-1]
+    for one in sizes:
+        size = _clipped(inputs, one._replace(heads=_heads(inputs, one.heads)))
         if _forward_bytes(inputs, size) <= _SHARE * core_of(device).vmem:
             break
     return _fwd_params(size, device)
+
+
+def _covers_most(rule: Rule | None) -> bool:
+    """Whether a query may see all keys, or all up to one: the tiles that it visits are full."""
+    if isinstance(rule, Band):
+        return rule.low is None
+    return rule is None or isinstance(rule, Everything)
 
 
 def _fwd_params(size: TileSize, device: Device | None) -> FwdParams:

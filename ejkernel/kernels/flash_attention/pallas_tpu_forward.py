@@ -36,6 +36,7 @@ from ejkernel.types.block_map import FULL, PARTIAL
 _LEAST = -1e30
 _SUBLANES = 8
 _ONES = 16  # rows of ones that add up weights; so many of 16 bits are a register
+_TOGETHER = 4  # squares that go through softmax together: more are too many for the registers
 _AHEAD = 256  # queries whose products are started before they are needed, to hide the matmuls
 
 
@@ -95,17 +96,17 @@ def _kernel(side: int, call: Call, refs: Refs) -> None:
     _, _, value, *others = refs.inputs
     bias = others.pop(0) if call.inputs.bias is not None else None
     sinks = others.pop(0) if call.inputs.sinks is not None else None
-    out, lse, *kept = refs.outputs
+    out, lse, most, total, output = refs.outputs
     here = call.here(refs)
     # A unit of 256 has room for them; dropped weights count in the sums, but not in the output.
     by_matmul = side > LANES and value.shape[0] % _ONES == 0 and call.inputs.dropout is None
-    sums = _Sums(*kept, by_matmul)
+    sums = _Sums(most, total, output, by_matmul)
 
     @pl.when(here.first)
     def _():
-        sums.most[...] = jnp.full_like(sums.most, _LEAST)
-        sums.total[...] = jnp.zeros_like(sums.total)
-        sums.output[...] = jnp.zeros_like(sums.output)
+        most[...] = jnp.full_like(most, _LEAST)
+        total[...] = jnp.zeros_like(total)
+        output[...] = jnp.zeros_like(output)
 
     visit = functools.partial(_visit, call, refs, here, sums, bias, side)
     if call.plain:
@@ -117,15 +118,14 @@ def _kernel(side: int, call: Call, refs: Refs) -> None:
     @pl.when(here.last)
     def _():
         for head in range(call.size.heads):
-            total = sums.total[head]
-            visible = total[:1] if by_matmul else total.sum(axis=0, keepdims=True)
-            highest = sums.most[head, :1]
+            visible = total[head, :1] if by_matmul else total[head].sum(axis=0, keepdims=True)
+            highest = most[head, :1]
             divisor = visible
             if sinks is not None:
                 for sink in range(sinks.shape[1]):
                     divisor += jnp.exp2(sinks[head, sink : sink + 1, :1] * LOG2_E - highest)
             divisor = jnp.where(visible > 0.0, divisor, 1.0)
-            out[head] = (sums.output[head] / divisor).T.astype(out.dtype)
+            out[head] = (output[head] / divisor).T.astype(out.dtype)
             lse[head] = highest * (1 / LOG2_E) + jnp.log(visible)
 
 
@@ -172,22 +172,24 @@ def _visit(
     *,
     masked: bool,
 ) -> None:
-    """The work on a tile: strips of queries, each in squares of so many keys."""
+    """The work on a tile, part by part: a strip of queries, and some squares of keys."""
     query, key, value, *_ = refs.inputs
     allowed = call.allowed(here.tile, refs) if masked else None
     kept = None
+    # Loaded anew for every part: there are not registers enough to keep them.
+    values = lambda squares: [_values(call, here, value[:, x], x, masked) for x in squares]
     squares = _cut(call.size.keys, side)
-    # Loaded anew for every strip: there are not registers enough to keep them.
-    values = lambda: [_values(call, here, value[:, keys], keys, masked) for keys in squares]
-    strips = list(itertools.product(range(call.size.heads), _cut(call.size.queries, side)))
-    dots = lambda head, queries: [
+    groups = [squares[i : i + _TOGETHER] for i in range(0, len(squares), _TOGETHER)]
+    heads, strips = range(call.size.heads), _cut(call.size.queries, side)
+    parts = list(itertools.product(heads, strips, groups))
+    dots = lambda head, queries, squares: [
         product(key[keys], query[head, queries], transpose_right=True) for keys in squares
     ]
     ahead = _AHEAD // side
-    waiting = collections.deque(dots(*strip) for strip in strips[:ahead])
-    for number, (head, queries) in enumerate(strips):
-        if number + ahead < len(strips):
-            waiting.append(dots(*strips[number + ahead]))
+    waiting = collections.deque(dots(*part) for part in parts[:ahead])
+    for number, (head, queries, squares) in enumerate(parts):
+        if number + ahead < len(parts):
+            waiting.append(dots(*parts[number + ahead]))
         logits = []
         for keys, products in zip(squares, waiting.popleft(), strict=True):
             of_head = None if bias is None else bias[head if bias.shape[0] > 1 else 0]
@@ -208,7 +210,7 @@ def _visit(
                 jnp.where(_part(kept, keys, queries), x * grow, 0.0)
                 for keys, x in zip(squares, weights, strict=True)
             ]
-        sums.add(head, queries, fade, values(), weights)
+        sums.add(head, queries, fade, values(squares), weights)
 
 
 def _cut(size: int, side: int) -> list[slice]:
