@@ -94,6 +94,12 @@ def shared_tile(dtype: Any, *shape: int) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
+def shared_numbers(*shape: int) -> Any:
+    """Shared memory for float32 tiles [..., rows, columns] on their way to global memory."""
+    transforms = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
+    return plgpu.SMEM(shape, jnp.float32, transforms=transforms)
+
+
 class Matrices:
     """Matrices [rows, dim] in shared memory, as copies write and the tensor cores read them.
 
@@ -149,6 +155,14 @@ class Bound:
 
     def at(self, index: Any, strip: int) -> Any:
         return self.cut.at[index] if self.shape.whole else self.cut.at[index, strip]
+
+    def columns(self, index: Any, start: int, width: int) -> Any:
+        """Some columns of matrix `index`, which lie in one strip."""
+        strip, first = divmod(start, self.shape.width)
+        whole = self.at(index, strip)
+        if (first, width) == (0, self.shape.width):
+            return whole
+        return whole.at[:, first : first + width]
 
     def fetch(self, array: Any, row: Any, rows: Any, head: Any, index: Any, here: Any) -> None:
         """Begin to copy array[row, rows, head] into matrix `index`."""
@@ -292,6 +306,22 @@ class Hardware:
             part = accumulator if right.shape.strips == 1 else accumulator.at[:, start:stop]
             plgpu.wgmma(part, left, right.at(j, strip))
 
+    def across(
+        self, accumulator: Any, left: Any, right: Bound, j: Any, start: int, width: int
+    ) -> None:
+        """Begin `accumulator += left.T @ right[j][:, start : start + width]`."""
+        plgpu.wgmma(accumulator, left.transpose((1, 0)), right.columns(j, start, width))
+
+    def add_through(self, room: Any, target: Any, value: jax.Array, unfinished: int) -> None:
+        """Begin to add a tile to global memory, when `room` in shared memory is free for it.
+
+        It is once no more than `unfinished` of this warpgroup's copies still read theirs.
+        """
+        plgpu.wait_smem_to_gmem(unfinished, wait_read_only=True)
+        room[...] = value
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(room, target, reduction_op="add")
+
     def read(self, accumulator: Any, unfinished: int) -> jax.Array:
         """The accumulator, once no more than `unfinished` matmuls are under way."""
         # The compiler knows of no connection between waiting and the registers it waits for.
@@ -377,6 +407,16 @@ class Emulation(Hardware):
         left = left.astype(jnp.float32)
         accumulator.value += jnp.dot(left, whole, precision=lax.Precision.HIGHEST)
         self._as_the_tensor_cores_read()
+
+    def across(
+        self, accumulator: Any, left: Any, right: Bound, j: Any, start: int, width: int
+    ) -> None:
+        a, b = (x[...].astype(jnp.float32) for x in (left, right.columns(j, start, width)))
+        accumulator.value += jnp.dot(a.T, b, precision=lax.Precision.HIGHEST)
+        self._as_the_tensor_cores_read()
+
+    def add_through(self, room: Any, target: Any, value: jax.Array, unfinished: int) -> None:
+        target[...] = target[...] + value
 
     def _as_the_tensor_cores_read(self) -> None:
         """They read as copies write; a thread's own reads need a fence before the next copy."""

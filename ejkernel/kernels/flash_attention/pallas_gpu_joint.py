@@ -1,0 +1,378 @@
+"""Backward on Hopper in one kernel: five products for a tile where two kernels take seven.
+
+Two warpgroups hold 64 keys each and walk the queries that see them, as in the kernel of keys. They
+also leave the gradients of logits in shared memory, where a third warpgroup multiplies them with
+the keys and adds the product to the gradients of queries in global memory, in float32. It is also
+the one that copies.
+"""
+
+import dataclasses
+import functools
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.kernels.common import mosaic_gpu as gpu
+from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
+from ejkernel.kernels.flash_attention.pallas_gpu_backward import _row_terms
+from ejkernel.kernels.flash_attention.pallas_gpu_forward import whole_tiles
+from ejkernel.kernels.flash_attention.pallas_gpu_tile import ROWS, Operands, Tile
+from ejkernel.kernels.flash_attention.pallas_gpu_walk import Units, visibility, walk_columns
+from ejkernel.types.rules import Everything
+
+HOLDERS = 2  # warpgroups that hold keys
+KEYS = ROWS * HOLDERS  # of a unit of work
+QUERIES = 64  # of a tile
+CHUNK = 64  # columns of the gradients of queries that are computed at once
+REGISTERS = (224, 64)  # of a thread that holds keys, and of one of the third warpgroup
+
+
+@dataclasses.dataclass(frozen=True)
+class Joint:
+    """How the kernel is cut: tiles of queries in flight, and of gradients of logits."""
+
+    stages: int = 2
+    slots: int = 2
+
+
+def backward(
+    inputs: Inputs,
+    residuals: Outputs,
+    d_outputs: Outputs,
+    spec: Spec,
+    tiles: Joint,
+    interpreted: bool = False,
+) -> Inputs:
+    """Gradients, shaped like the inputs; None where there is none."""
+    terms = _row_terms(inputs, residuals, d_outputs, spec)
+    b, t, n, head_dim = inputs.query.shape
+    s, k = inputs.value.shape[1:3]
+    rule = inputs.mask or Everything()
+    q_size, kv_size = -(-t // QUERIES) * QUERIES, -(-s // KEYS) * KEYS
+    units = Units(
+        batch=b,
+        heads=k,
+        group=n // k,
+        pairs=b * k,
+        shared_bytes=(inputs.query.nbytes + d_outputs.out.nbytes) // (b * k),
+        workers=1 if interpreted else min(gpu.MULTIPROCESSORS, b * k * (kv_size // KEYS)),
+    )
+    plan = walk_columns(rule, units, t, s, QUERIES, KEYS)
+    seen = visibility(rule, t, s, q_size, kv_size)
+    operands = Operands.of(inputs, seen, q_size, kv_size, transposed=True)
+    pad = lambda x, fill: jnp.pad(x, ((0, 0), (0, 0), (0, q_size - t)), constant_values=fill)
+    arrays = {
+        "query": inputs.query,
+        "key": inputs.key,
+        "value": inputs.value,
+        "d_out": d_outputs.out,
+        "terms": jnp.stack([pad(terms.lse, -jnp.inf), pad(terms.start, 0.0)], axis=2),
+        "order": plan.order,
+        "count": plan.count.reshape(-1),
+        "partial": plan.partial.reshape(-1),
+        "index": plan.index.reshape(-1),
+        **operands.arrays,
+    }
+    # What is added to: whole tiles, so that no addition is cut off.
+    d_query = jax.new_ref(jnp.zeros((b, q_size, n, head_dim), jnp.float32))
+    names = (*arrays, "d_query")
+    work = _Joint(spec, tiles, operands, inputs, plan.index.shape, interpreted)
+
+    def body(*refs: Any, **shared: Any) -> None:
+        work.body(dict(zip(names, refs, strict=False)), refs[len(names) :], shared)
+
+    run = gpu.kernel(
+        body,
+        interpreted,
+        out_type=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs[1:3]),
+        scratch_types=work.scratch(),
+        grid=(units.workers,),
+        grid_names=("block",),
+        num_threads=HOLDERS + 1,
+        thread_name="warpgroup",
+    )
+    d_key, d_value = run(*arrays.values(), d_query)
+    d_query = (d_query[...][:, :t] * spec.softmax_scale).astype(inputs.query.dtype)
+    return Inputs(d_query, d_key, d_value, sinks=None, mask=None)
+
+
+class _Joint:
+    """The kernel: its static numbers, and the programs of its warpgroups."""
+
+    # Global memory by name, results, and shared memory with its barriers: known inside the kernel.
+    refs: dict[str, Any]
+    results: Any
+    shared: Any
+
+    def __init__(self, spec, tiles: Joint, operands, inputs, lists, interpreted):
+        self.spec, self.tiles, self.operands = spec, tiles, operands
+        self.dtype, self.interpreted = inputs.query.dtype, interpreted
+        self.heads = inputs.key.shape[2]
+        self.group = inputs.query.shape[2] // self.heads
+        dims, whole = (inputs.query.shape[3], inputs.value.shape[3]), whole_tiles(inputs)
+        of = lambda count, rows: tuple(
+            gpu.Matrices(self.dtype, count, rows, dim, whole) for dim in dims
+        )
+        self.held, self.moving = of(HOLDERS, ROWS), of(tiles.stages, QUERIES)
+        self.d_logits = gpu.Matrices(self.dtype, HOLDERS * tiles.slots, ROWS, QUERIES, True)
+        self.chunks = dims[0] // CHUNK
+        self.list_rows, self.list_heads, self.lines, self.blocks = lists
+        self.engine = gpu.EMULATION if interpreted else gpu.HARDWARE
+
+    def scratch(self) -> dict[str, Any]:
+        """Shared memory and barriers."""
+        copies, stages, slots = sum(x.strips for x in self.held), self.tiles.stages, self.tiles.slots
+        return {
+            "held": tuple(gpu.allocate(self.interpreted, one) for one in self.held),
+            "moving": tuple(gpu.allocate(self.interpreted, one) for one in self.moving),
+            "d_logits": gpu.allocate(self.interpreted, self.d_logits),
+            "sums": gpu.shared_numbers(self.chunks, QUERIES, CHUNK),
+            "terms": gpu.plgpu.SMEM((stages, 2, QUERIES), jnp.float32),
+            "held_here": gpu.barriers(HOLDERS, copies),
+            "held_free": gpu.barriers(HOLDERS),
+            "keys_done": gpu.barriers(1),
+            "moving_here": gpu.barriers(stages, copies + 1),
+            "moving_free": gpu.barriers(stages, HOLDERS),
+            "d_logits_here": gpu.barriers(slots, HOLDERS),
+            "d_logits_free": gpu.barriers(slots),
+        }
+
+    def body(self, refs: dict[str, Any], results: Any, shared: dict[str, Any]) -> None:
+        """What every warpgroup does."""
+        self.refs, self.results = refs, results
+        bind = lambda ref, one: gpu.bind(self.interpreted, ref, one)[0]
+        for name, matrices in (("held", self.held), ("moving", self.moving)):
+            shared[name] = [bind(*pair) for pair in zip(shared[name], matrices, strict=True)]
+        shared["d_logits"] = bind(shared["d_logits"], self.d_logits)
+        self.shared = types.SimpleNamespace(**shared)
+        warpgroup = lax.axis_index("warpgroup")
+        plgpu = gpu.plgpu
+
+        @gpu.pl.when(warpgroup == HOLDERS)
+        def _serving():
+            plgpu.set_max_registers(REGISTERS[1], action="decrease")
+            self.each_unit(self.serve_unit)
+            plgpu.wait_smem_to_gmem(0)
+
+        @gpu.pl.when(warpgroup < HOLDERS)
+        def _computing():
+            plgpu.set_max_registers(REGISTERS[0], action="increase")
+            self.each_unit(functools.partial(self.compute_unit, warpgroup))
+            plgpu.wait_smem_to_gmem(0)
+
+    def each_unit(self, program) -> None:
+        """`step = program(lap, step, unit)` for the units of this block."""
+        gpu.each_unit(self.refs["order"], program)
+
+    def unpack(self, unit):
+        """Batch row, key head and line of a unit."""
+        line, where = lax.rem(unit, self.lines), lax.div(unit, self.lines)
+        return lax.div(where, self.heads), lax.rem(where, self.heads), line
+
+    def each_head(self, row, head, line, program, carry):
+        """`carry = program(query head, list, carry)` for the query heads of a unit."""
+
+        def one(query_head, carry):
+            list_row = row if self.list_rows > 1 else 0
+            list_head = query_head if self.list_heads > 1 else 0
+            lists = (list_row * self.list_heads + list_head) * self.lines + line
+            return program(query_head, lists, carry)
+
+        if self.group == 1:
+            return one(head, carry)
+        first = head * self.group
+        return lax.fori_loop(first, first + self.group, one, carry)
+
+    def serve_unit(self, lap, step, unit):
+        """Bring what is held and what is walked; sum up the gradients of queries, tile by tile."""
+        row, head, line = self.unpack(unit)
+        plgpu, stages, shared = gpu.plgpu, self.tiles.stages, self.shared
+
+        def keys_and_values():
+            for w in range(HOLDERS):
+                gpu.pl.when(lap > 0)(lambda w=w: plgpu.barrier_wait(shared.held_free.at[w]))
+                rows = gpu.pl.ds(line * KEYS + w * ROWS, ROWS)
+                for name, room in zip(("key", "value"), shared.held, strict=True):
+                    room.fetch(self.refs[name], row, rows, head, w, shared.held_here.at[w])
+            for w in range(HOLDERS):
+                plgpu.barrier_wait(shared.held_here.at[w])
+
+        def of_head(query_head, lists, step):
+            count = self.refs["count"][lists]
+
+            def fetch(j, step):
+                self.fetch(row, query_head, lists, j, step)
+                return step + 1
+
+            lax.fori_loop(0, jnp.minimum(count, stages), fetch, step)
+            # Only now: the memory of the keys before is free later than that of their queries.
+            gpu.pl.when(query_head == head * self.group)(keys_and_values)
+
+            def tile(j, step):
+                self.add(row, query_head, lists, j, step)
+                ahead = j + stages
+                gpu.pl.when(ahead < count)(
+                    lambda: self.fetch(row, query_head, lists, ahead, step + stages)
+                )
+                return step + 1
+
+            return lax.fori_loop(0, count, tile, step)
+
+        step = self.each_head(row, head, line, of_head, step)
+        plgpu.barrier_arrive(shared.keys_done.at[0])
+        return step
+
+    def fetch(self, row, query_head, lists, j, step) -> None:
+        """Begin to copy a tile of queries, when there is room."""
+        plgpu, stages, shared = gpu.plgpu, self.tiles.stages, self.shared
+        slot = lax.rem(step, stages)
+        rows = gpu.pl.ds(self.place(lists, j), QUERIES)
+        gpu.pl.when(step >= stages)(lambda: plgpu.barrier_wait(shared.moving_free.at[slot]))
+        here = shared.moving_here.at[slot]
+        for name, room in zip(("query", "d_out"), shared.moving, strict=True):
+            room.fetch(self.refs[name], row, rows, query_head, slot, here)
+        source = self.refs["terms"].at[row, query_head, :, rows]
+        plgpu.copy_gmem_to_smem(source, shared.terms.at[slot], here)
+
+    def place(self, lists, j):
+        """Where the queries of a tile begin."""
+        return self.refs["index"][lists * self.blocks + j] * QUERIES
+
+    def add(self, row, query_head, lists, j, step) -> None:
+        """Add a tile's gradients of queries, from what the other warpgroups have left."""
+        plgpu, shared = gpu.plgpu, self.shared
+        slot = lax.rem(step, self.tiles.slots)
+        plgpu.barrier_wait(shared.d_logits_here.at[slot])
+        for chunk in range(self.chunks):
+            total = self.of_queries(slot, chunk)
+            if chunk == self.chunks - 1:
+                plgpu.barrier_arrive(shared.d_logits_free.at[slot])
+            rows = gpu.pl.ds(self.place(lists, j), QUERIES)
+            columns = gpu.pl.ds(chunk * CHUNK, CHUNK)
+            target = self.refs["d_query"].at[row, rows, query_head, columns]
+            self.engine.add_through(shared.sums.at[chunk], target, total, self.chunks - 1)
+
+    def of_queries(self, slot, chunk):
+        """A tile's gradients of logits times keys, some columns of it."""
+
+        # Not known to be the same in every tile: what follows from it would be kept in registers.
+        first = lax.optimization_barrier(jnp.int32(0))
+
+        def products(accumulators, values):
+            for w in range(HOLDERS):
+                left = self.shared.d_logits.at(slot * HOLDERS + w, 0)
+                self.engine.across(
+                    accumulators[0], left, self.shared.held[0], first + w, chunk * CHUNK, CHUNK
+                )
+
+        start = (gpu.full((QUERIES, CHUNK), 0.0),)
+        return self.engine.run(products, start)[0][0]
+
+    def compute_unit(self, warpgroup, lap, step, unit):
+        """The gradients of 64 keys and values."""
+        row, head, line = self.unpack(unit)
+        first_row = line * KEYS + warpgroup * ROWS
+        gpu.plgpu.barrier_wait(self.shared.held_here.at[warpgroup])
+        sums = tuple(gpu.full((ROWS, self.held[i].columns), 0.0) for i in (1, 0))
+
+        def of_head(query_head, lists, carry):
+            tile = Tile(
+                self.spec, self.operands, self.refs, row, query_head, first_row, QUERIES, True
+            )
+            return _Walked(self, warpgroup, tile, lists).over_tiles(carry)
+
+        step, sums = self.each_head(row, head, line, of_head, (step, sums))
+        # Unpacked again, so that only one number stays in a register meanwhile.
+        row, head, line = self.unpack(lax.optimization_barrier(unit))
+        self.write(warpgroup, row, head, line * KEYS + warpgroup * ROWS, sums)
+        return step
+
+    def write(self, warpgroup, row, head, first_row, sums) -> None:
+        """Sums to global memory, through the memory that held the rows they belong to."""
+        plgpu, shared = gpu.plgpu, self.shared
+        rows = gpu.pl.ds(first_row, ROWS)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # all threads have done their products
+        for i, total in zip((1, 0), sums, strict=True):
+            if i == 0:  # the gradients of queries still need the keys
+                plgpu.barrier_wait(shared.keys_done.at[0])
+                total = total * self.spec.softmax_scale
+            shared.held[i].put(warpgroup, total.astype(self.dtype))
+        plgpu.commit_smem()
+        for i in (0, 1):
+            shared.held[i].store(self.results[i], row, rows, head, warpgroup)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(shared.held_free.at[warpgroup])
+
+
+class _Walked:
+    """One warpgroup's walk over the tiles of one query head."""
+
+    def __init__(self, work: _Joint, warpgroup, tile: Tile, lists):
+        self.work, self.warpgroup, self.tile, self.lists = work, warpgroup, tile, lists
+        self.tiles, self.shared, self.engine = work.tiles, work.shared, work.engine
+        self.shape = (ROWS, QUERIES)
+
+    def over_tiles(self, carry):
+        """`(step, sums)` after all tiles."""
+        refs = self.work.refs
+        count, self.partial = refs["count"][self.lists], refs["partial"][self.lists]
+        return lax.fori_loop(0, count, self.whole_tile, carry)
+
+    def whole_tile(self, j, carry):
+        """Products, gradients, sums, one after the other."""
+        step, sums = carry
+        plgpu, shared = gpu.plgpu, self.shared
+        slot = lax.rem(step, self.tiles.stages)
+        hidden = self.hidden(j)
+        plgpu.barrier_wait(shared.moving_here.at[slot])
+        # Not known to be the same in every tile: what follows from it would be kept in registers.
+        mine = lax.optimization_barrier(self.warpgroup)
+
+        def products(accumulators, values):
+            for i, accumulator in enumerate(accumulators):
+                held, moving = shared.held[i], shared.moving[i]
+                self.engine.inner(accumulator, held, mine, moving, slot)
+
+        start = [self.term(0, slot), self.term(1, slot)]
+        if hidden is not None:
+            start[0] = start[0] + hidden
+        (logits, d_weights), _ = self.engine.run(products, start)
+        logits, factor, _ = self.tile.logits(logits, 0, with_mask=False)
+        weights = jnp.exp2(logits * factor)
+        d_logits = weights * d_weights
+        left = [x.astype(self.work.dtype) for x in (weights, d_logits)]
+        self.leave(step, left[1])
+
+        def add(accumulators, values):
+            for accumulator, x, i in zip(accumulators, left, (1, 0), strict=True):
+                self.engine.outer(accumulator, x, shared.moving[i], slot)
+
+        sums, _ = self.engine.run(add, sums)
+        plgpu.barrier_arrive(shared.moving_free.at[slot])
+        return step + 1, sums
+
+    def leave(self, step, d_logits) -> None:
+        """Gradients of logits, for who sums up those of queries."""
+        plgpu, shared, slots = gpu.plgpu, self.shared, self.tiles.slots
+        slot = lax.rem(step, slots)
+        gpu.pl.when(step >= slots)(lambda: plgpu.barrier_wait(shared.d_logits_free.at[slot]))
+        shared.d_logits.put(slot * HOLDERS + self.warpgroup, d_logits)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(shared.d_logits_here.at[slot])
+
+    def hidden(self, j):
+        """-inf where the mask hides a pair, 0 elsewhere; None without a mask."""
+        if not self.work.operands.masked:
+            return None
+        zero = lambda: gpu.full(self.shape, 0.0)
+        place = lambda: self.work.place(self.lists, j) if self.tile.needs_place else 0
+        partial = lambda: jnp.where(self.tile.visible(place()), zero(), -jnp.inf)
+        return lax.cond(j < self.partial, partial, zero)
+
+    def term(self, i, slot):
+        """A number for each query, along the columns."""
+        part = gpu.load(self.shared.terms.at[slot, i], gpu.columns_layout())
+        return gpu.along_columns(part, self.shape)
