@@ -27,7 +27,7 @@ HOLDERS = 2  # warpgroups that hold keys
 KEYS = ROWS * HOLDERS  # of a unit of work
 QUERIES = 64  # of a tile
 CHUNK = 64  # columns of the gradients of queries that are computed at once
-REGISTERS = (224, 64)  # of a thread that holds keys, and of one of the third warpgroup
+REGISTERS = (216, 72)  # of a thread that holds keys, and of one of the third warpgroup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Joint:
 
     stages: int = 2
     slots: int = 2
+    overlap: int = 2
 
 
 def backward(
@@ -331,34 +332,43 @@ class _Walked:
         # Not known to be the same in every tile: what follows from it would be kept in registers.
         mine = lax.optimization_barrier(self.warpgroup)
 
-        def products(accumulators, values):
-            for i, accumulator in enumerate(accumulators):
-                held, moving = shared.held[i], shared.moving[i]
-                self.engine.inner(accumulator, held, mine, moving, slot)
+        dtype = self.work.dtype
 
-        start = [self.term(0, slot), self.term(1, slot)]
-        if hidden is not None:
-            start[0] = start[0] + hidden
-        (logits, d_weights), _ = self.engine.run(products, start)
+        def product(i, accumulator):
+            held, moving = shared.held[i], shared.moving[i]
+            self.engine.inner(accumulator, held, mine, moving, slot)
+
+        start = self.term(0, slot)
+        start = start if hidden is None else start + hidden
+        (logits,), _ = self.engine.run(lambda refs, values: product(0, refs[0]), (start,))
         logits, factor, _ = self.tile.logits(logits, 0, with_mask=False)
-        weights = jnp.exp2(logits * factor)
-        d_logits = weights * d_weights
-        left = [x.astype(self.work.dtype) for x in (weights, d_logits)]
-        self.leave(step, left[1])
+        weights = jnp.exp2(logits * factor).astype(dtype)
+        weights = lax.optimization_barrier(weights)
+        # A branch, over which nothing is moved: before it there is no room for the next product.
+        self.wait_for_room(step)
 
-        def add(accumulators, values):
-            for accumulator, x, i in zip(accumulators, left, (1, 0), strict=True):
-                self.engine.outer(accumulator, x, shared.moving[i], slot)
+        def rest(accumulators, values):
+            d_value, d_key, d_weights = accumulators
+            product(1, d_weights)
+            self.engine.outer(d_value, weights, shared.moving[1], slot)
+            d_weights = self.engine.read(d_weights, shared.moving[1].shape.strips)
+            d_logits = (weights.astype(jnp.float32) * d_weights).astype(dtype)
+            self.leave(step, d_logits)
+            self.engine.outer(d_key, d_logits, shared.moving[0], slot)
 
-        sums, _ = self.engine.run(add, sums)
+        (*sums, _), _ = self.engine.run(rest, (*sums, self.term(1, slot)))
         plgpu.barrier_arrive(shared.moving_free.at[slot])
-        return step + 1, sums
+        return step + 1, tuple(sums)
+
+    def wait_for_room(self, step) -> None:
+        slots, free = self.tiles.slots, self.shared.d_logits_free
+        slot = lax.rem(step, slots)
+        gpu.pl.when(step >= slots)(lambda: gpu.plgpu.barrier_wait(free.at[slot]))
 
     def leave(self, step, d_logits) -> None:
         """Gradients of logits, for who sums up those of queries."""
         plgpu, shared, slots = gpu.plgpu, self.shared, self.tiles.slots
         slot = lax.rem(step, slots)
-        gpu.pl.when(step >= slots)(lambda: plgpu.barrier_wait(shared.d_logits_free.at[slot]))
         shared.d_logits.put(slot * HOLDERS + self.warpgroup, d_logits)
         plgpu.commit_smem()
         plgpu.barrier_arrive(shared.d_logits_here.at[slot])
