@@ -306,6 +306,10 @@ class Hardware:
             part = accumulator if right.shape.strips == 1 else accumulator.at[:, start:stop]
             plgpu.wgmma(part, left, right.at(j, strip))
 
+    def plain(self, accumulator: Any, left: Any, right: Bound, j: Any) -> None:
+        """Begin `accumulator += left @ right[j]`, with `left` in shared memory too."""
+        self.outer(accumulator, left, right, j)
+
     def across(
         self, accumulator: Any, left: Any, right: Bound, j: Any, start: int, width: int
     ) -> None:
@@ -407,6 +411,9 @@ class Emulation(Hardware):
         left = left.astype(jnp.float32)
         accumulator.value += jnp.dot(left, whole, precision=lax.Precision.HIGHEST)
         self._as_the_tensor_cores_read()
+
+    def plain(self, accumulator: Any, left: Any, right: Bound, j: Any) -> None:
+        self.outer(accumulator, left[...], right, j)
 
     def across(
         self, accumulator: Any, left: Any, right: Bound, j: Any, start: int, width: int

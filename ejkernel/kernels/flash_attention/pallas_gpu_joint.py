@@ -36,7 +36,6 @@ class Joint:
 
     stages: int = 2
     slots: int = 2
-    overlap: int = 2
 
 
 def backward(
@@ -177,15 +176,18 @@ class _Joint:
         """`carry = program(query head, list, carry)` for the query heads of a unit."""
 
         def one(query_head, carry):
-            list_row = row if self.list_rows > 1 else 0
-            list_head = query_head if self.list_heads > 1 else 0
-            lists = (list_row * self.list_heads + list_head) * self.lines + line
-            return program(query_head, lists, carry)
+            return program(query_head, self.lists(row, query_head, line), carry)
 
         if self.group == 1:
             return one(head, carry)
         first = head * self.group
         return lax.fori_loop(first, first + self.group, one, carry)
+
+    def lists(self, row, query_head, line):
+        """Which list says what tiles a query head visits."""
+        list_row = row if self.list_rows > 1 else 0
+        list_head = query_head if self.list_heads > 1 else 0
+        return (list_row * self.list_heads + list_head) * self.lines + line
 
     def serve_unit(self, lap, step, unit):
         """Bring what is held and what is walked; sum up the gradients of queries, tile by tile."""
@@ -279,13 +281,23 @@ class _Joint:
         gpu.plgpu.barrier_wait(self.shared.held_here.at[warpgroup])
         sums = tuple(gpu.full((ROWS, self.held[i].columns), 0.0) for i in (1, 0))
 
-        def of_head(query_head, lists, carry):
+        def walked(query_head, lists):
             tile = Tile(
                 self.spec, self.operands, self.refs, row, query_head, first_row, QUERIES, True
             )
-            return _Walked(self, warpgroup, tile, lists).over_tiles(carry)
+            return _Walked(self, warpgroup, tile, lists)
 
-        step, sums = self.each_head(row, head, line, of_head, (step, sums))
+        first = head * self.group
+        carry = walked(first, self.lists(row, first, line)).first_tile(step, sums)
+
+        def of_head(query_head, lists, carry):
+            begin = jnp.where(query_head == first, 1, 0)
+            return lax.fori_loop(
+                begin, self.refs["count"][lists], walked(query_head, lists).next_tile, carry
+            )
+
+        carry = self.each_head(row, head, line, of_head, carry)
+        step, sums = _Walked(self, warpgroup, None, None).last_tile(*carry)
         # Unpacked again, so that only one number stays in a register meanwhile.
         row, head, line = self.unpack(lax.optimization_barrier(unit))
         self.write(warpgroup, row, head, line * KEYS + warpgroup * ROWS, sums)
@@ -316,49 +328,80 @@ class _Walked:
         self.tiles, self.shared, self.engine = work.tiles, work.shared, work.engine
         self.shape = (ROWS, QUERIES)
 
-    def over_tiles(self, carry):
-        """`(step, sums)` after all tiles."""
-        refs = self.work.refs
-        count, self.partial = refs["count"][self.lists], refs["partial"][self.lists]
-        return lax.fori_loop(0, count, self.whole_tile, carry)
+    def first_tile(self, step, sums):
+        """All of a tile but its part of the sum of keys."""
+        (logits,) = self.with_logits(0, step, (), lambda sums: None)
+        return step + 1, (self.gradients(step, sums[0], logits), sums[1])
 
-    def whole_tile(self, j, carry):
-        """Products, gradients, sums, one after the other."""
+    def next_tile(self, j, carry):
+        """The same, with what was left of the tile before beside its first product."""
         step, sums = carry
-        plgpu, shared = gpu.plgpu, self.shared
-        slot = lax.rem(step, self.tiles.stages)
+        d_key, logits = self.with_logits(
+            j, step, sums[1:], lambda sums: self.add_keys(sums[0], step - 1)
+        )
+        gpu.plgpu.barrier_arrive(self.shared.moving_free.at[self.slot(step - 1)])
+        return step + 1, (self.gradients(step, sums[0], logits), d_key)
+
+    def last_tile(self, step, sums):
+        """What is left of the last one."""
+        (d_key,), _ = self.engine.run(
+            lambda sums, values: self.add_keys(sums[0], step - 1), sums[1:]
+        )
+        gpu.plgpu.barrier_arrive(self.shared.moving_free.at[self.slot(step - 1)])
+        return step, (sums[0], d_key)
+
+    def slot(self, step):
+        return lax.rem(step, self.tiles.stages)
+
+    def with_logits(self, j, step, sums, begin) -> tuple:
+        """`sums` after what `begin` does to them, and beside that the products of a tile's logits.
+
+        They are the logits less the log-sum-exp, in units of products; -inf where a pair is hidden.
+        """
+        slot = self.slot(step)
         hidden = self.hidden(j)
-        plgpu.barrier_wait(shared.moving_here.at[slot])
-        # Not known to be the same in every tile: what follows from it would be kept in registers.
-        mine = lax.optimization_barrier(self.warpgroup)
+        gpu.plgpu.barrier_wait(self.shared.moving_here.at[slot])
 
-        dtype = self.work.dtype
-
-        def product(i, accumulator):
-            held, moving = shared.held[i], shared.moving[i]
-            self.engine.inner(accumulator, held, mine, moving, slot)
+        def both(accumulators, values):
+            begin(accumulators[:-1])
+            self.product(0, accumulators[-1], slot)
 
         start = self.term(0, slot)
         start = start if hidden is None else start + hidden
-        (logits,), _ = self.engine.run(lambda refs, values: product(0, refs[0]), (start,))
+        return self.engine.run(both, (*sums, start))[0]
+
+    def product(self, i, accumulator, slot) -> None:
+        # Not known to be the same in every tile: what follows from it would be kept in registers.
+        mine = lax.optimization_barrier(self.warpgroup)
+        held, moving = self.shared.held[i], self.shared.moving[i]
+        self.engine.inner(accumulator, held, mine, moving, slot)
+
+    def add_keys(self, d_key, step) -> None:
+        """Begin to add to the sum of keys, from the gradients of logits in shared memory."""
+        left = self.shared.d_logits.at(self.own_room(step), 0)
+        self.engine.plain(d_key, left, self.shared.moving[0], self.slot(step))
+
+    def own_room(self, step):
+        return lax.rem(step, self.tiles.slots) * HOLDERS + self.warpgroup
+
+    def gradients(self, step, d_value, logits) -> jax.Array:
+        """The sum of values with a tile added; leaves the gradients of the tile's logits."""
+        shared, dtype, slot = self.shared, self.work.dtype, self.slot(step)
         logits, factor, _ = self.tile.logits(logits, 0, with_mask=False)
-        weights = jnp.exp2(logits * factor).astype(dtype)
-        weights = lax.optimization_barrier(weights)
+        weights = lax.optimization_barrier(jnp.exp2(logits * factor).astype(dtype))
         # A branch, over which nothing is moved: before it there is no room for the next product.
         self.wait_for_room(step)
 
-        def rest(accumulators, values):
-            d_value, d_key, d_weights = accumulators
-            product(1, d_weights)
+        def both(accumulators, values):
+            d_value, d_weights = accumulators
+            self.product(1, d_weights, slot)
             self.engine.outer(d_value, weights, shared.moving[1], slot)
             d_weights = self.engine.read(d_weights, shared.moving[1].shape.strips)
             d_logits = (weights.astype(jnp.float32) * d_weights).astype(dtype)
             self.leave(step, d_logits)
-            self.engine.outer(d_key, d_logits, shared.moving[0], slot)
 
-        (*sums, _), _ = self.engine.run(rest, (*sums, self.term(1, slot)))
-        plgpu.barrier_arrive(shared.moving_free.at[slot])
-        return step + 1, tuple(sums)
+        (d_value, _), _ = self.engine.run(both, (d_value, self.term(1, slot)))
+        return d_value
 
     def wait_for_room(self, step) -> None:
         slots, free = self.tiles.slots, self.shared.d_logits_free
@@ -367,11 +410,10 @@ class _Walked:
 
     def leave(self, step, d_logits) -> None:
         """Gradients of logits, for who sums up those of queries."""
-        plgpu, shared, slots = gpu.plgpu, self.shared, self.tiles.slots
-        slot = lax.rem(step, slots)
-        shared.d_logits.put(slot * HOLDERS + self.warpgroup, d_logits)
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(shared.d_logits_here.at[slot])
+        shared = self.shared
+        shared.d_logits.put(self.own_room(step), d_logits)
+        gpu.plgpu.commit_smem()
+        gpu.plgpu.barrier_arrive(shared.d_logits_here.at[lax.rem(step, self.tiles.slots)])
 
     def hidden(self, j):
         """-inf where the mask hides a pair, 0 elsewhere; None without a mask."""
@@ -380,7 +422,7 @@ class _Walked:
         zero = lambda: gpu.full(self.shape, 0.0)
         place = lambda: self.work.place(self.lists, j) if self.tile.needs_place else 0
         partial = lambda: jnp.where(self.tile.visible(place()), zero(), -jnp.inf)
-        return lax.cond(j < self.partial, partial, zero)
+        return lax.cond(j < self.work.refs["partial"][self.lists], partial, zero)
 
     def term(self, i, slot):
         """A number for each query, along the columns."""
