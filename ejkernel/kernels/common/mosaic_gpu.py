@@ -326,6 +326,17 @@ class Hardware:
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(room, target, reduction_op="add")
 
+    def wait_for_number(self, place: Any, number: Any) -> None:
+        """Until a number in global memory is this one; what was done before that is then seen.
+
+        By all threads once the warpgroup has met.
+        """
+        _by_one_thread(place, number, _WAIT_FOR_NUMBER)
+
+    def add_number(self, place: Any, number: Any) -> None:
+        """Add to a number in global memory, after all that the warpgroup's copies have written."""
+        _by_one_thread(place, number, _ADD_NUMBER)
+
     def read(self, accumulator: Any, unfinished: int) -> jax.Array:
         """The accumulator, once no more than `unfinished` matmuls are under way."""
         # The compiler knows of no connection between waiting and the registers it waits for.
@@ -378,6 +389,45 @@ def _multiplied_where(x: Any, repeated: Any, factors: Any) -> Any:
     return type(x)(_registers=after, _layout=x.layout, _is_signed=x.is_signed)
 
 
+_WAIT_FOR_NUMBER = """
+    AGAIN: ld.acquire.gpu.global.b32 found, [$0];
+    setp.ne.b32 other, found, $1;
+    @other bra AGAIN;
+    fence.proxy.async.global;
+"""
+_ADD_NUMBER = """
+    fence.proxy.async.global;
+    red.release.gpu.global.add.s32 [$0], $1;
+"""
+
+
+def _by_one_thread(place: Any, number: Any, assembly: str) -> None:
+    """Assembly in one thread of the warpgroup, on an address ($0) and a number ($1)."""
+    layout = plgpu.Layout.WG_SPLAT
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
+    def run(context: Any, place: Any, number: Any) -> None:
+        ir: Any = importlib.import_module("jax._src.lib.mlir").ir
+        llvm: Any = importlib.import_module("jax._src.lib.mlir.dialects").llvm
+        utils: Any = importlib.import_module("jax.experimental.mosaic.gpu.utils")
+        (value,) = number.registers.flat
+        text = f"""{{
+    .reg .pred other; .reg .b32 found;
+    mov.u32 found, %tid.x;
+    and.b32 found, found, 127;
+    setp.ne.b32 other, found, 0;
+    @other bra DONE;
+    {assembly}
+    DONE:
+}}"""
+        operands = [utils.memref_ptr(place), value]
+        llvm.inline_asm(
+            ir.Type.parse("!llvm.void"), operands, text, "l,r", has_side_effects=True
+        )
+
+    run(place, jnp.asarray(number, jnp.int32))
+
+
 class _Held:
     """A value that stands where a kernel has a reference to registers."""
 
@@ -424,6 +474,12 @@ class Emulation(Hardware):
 
     def add_through(self, room: Any, target: Any, value: jax.Array, unfinished: int) -> None:
         target[...] = target[...] + value
+
+    def wait_for_number(self, place: Any, number: Any) -> None:
+        pass  # there is one block of threads, which does everything in its order
+
+    def add_number(self, place: Any, number: Any) -> None:
+        place[...] = place[...] + number
 
     def _as_the_tensor_cores_read(self) -> None:
         """They read as copies write; a thread's own reads need a fence before the next copy."""

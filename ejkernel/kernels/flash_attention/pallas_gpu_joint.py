@@ -13,14 +13,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ejkernel.kernels.common import mosaic_gpu as gpu
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
 from ejkernel.kernels.flash_attention.pallas_gpu_backward import _row_terms
 from ejkernel.kernels.flash_attention.pallas_gpu_forward import whole_tiles
+from ejkernel.kernels.flash_attention.pallas_gpu_order import order, turns, unpack
 from ejkernel.kernels.flash_attention.pallas_gpu_tile import ROWS, Operands, Tile
-from ejkernel.kernels.flash_attention.pallas_gpu_walk import Units, visibility, walk_columns
+from ejkernel.kernels.flash_attention.pallas_gpu_walk import visibility
 from ejkernel.types.rules import Everything
 
 HOLDERS = 2  # warpgroups that hold keys
@@ -36,6 +38,7 @@ class Joint:
 
     stages: int = 2
     slots: int = 2
+    ordered: bool = True
 
 
 def backward(
@@ -52,15 +55,10 @@ def backward(
     s, k = inputs.value.shape[1:3]
     rule = inputs.mask or Everything()
     q_size, kv_size = -(-t // QUERIES) * QUERIES, -(-s // KEYS) * KEYS
-    units = Units(
-        batch=b,
-        heads=k,
-        group=n // k,
-        pairs=b * k,
-        shared_bytes=(inputs.query.nbytes + d_outputs.out.nbytes) // (b * k),
-        workers=1 if interpreted else min(gpu.MULTIPROCESSORS, b * k * (kv_size // KEYS)),
-    )
-    plan = walk_columns(rule, units, t, s, QUERIES, KEYS)
+    lines = kv_size // KEYS
+    workers = 1 if interpreted else min(gpu.MULTIPROCESSORS, b * k * lines)
+    who = order(b * k, lines, workers)
+    plan = turns(rule, t, s, QUERIES, KEYS)
     seen = visibility(rule, t, s, q_size, kv_size)
     operands = Operands.of(inputs, seen, q_size, kv_size, transposed=True)
     pad = lambda x, fill: jnp.pad(x, ((0, 0), (0, 0), (0, q_size - t)), constant_values=fill)
@@ -70,16 +68,18 @@ def backward(
         "value": inputs.value,
         "d_out": d_outputs.out,
         "terms": jnp.stack([pad(terms.lse, -jnp.inf), pad(terms.start, 0.0)], axis=2),
-        "order": plan.order,
+        "order": jnp.asarray(who.units),
         "count": plan.count.reshape(-1),
-        "partial": plan.partial.reshape(-1),
-        "index": plan.index.reshape(-1),
+        "tiles": plan.tiles.reshape(-1),
         **operands.arrays,
     }
     # What is added to: whole tiles, so that no addition is cut off.
     d_query = jax.new_ref(jnp.zeros((b, q_size, n, head_dim), jnp.float32))
-    names = (*arrays, "d_query")
-    work = _Joint(spec, tiles, operands, inputs, plan.index.shape, interpreted)
+    # Whose turn it is: counted up where lines go downward, else down from the last one.
+    downward = np.repeat(who.downward(np.arange(b * k)), n // k).reshape(b, n, 1)
+    turn = jax.new_ref(jnp.where(downward, 0, plan.visits - 1).reshape(-1))
+    names = (*arrays, "d_query", "turn")
+    work = _Joint(spec, tiles, operands, inputs, plan.tiles.shape, who, interpreted)
 
     def body(*refs: Any, **shared: Any) -> None:
         work.body(dict(zip(names, refs, strict=False)), refs[len(names) :], shared)
@@ -89,12 +89,12 @@ def backward(
         interpreted,
         out_type=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs[1:3]),
         scratch_types=work.scratch(),
-        grid=(units.workers,),
+        grid=(workers,),
         grid_names=("block",),
         num_threads=HOLDERS + 1,
         thread_name="warpgroup",
     )
-    d_key, d_value = run(*arrays.values(), d_query)
+    d_key, d_value = run(*arrays.values(), d_query, turn)
     d_query = (d_query[...][:, :t] * spec.softmax_scale).astype(inputs.query.dtype)
     return Inputs(d_query, d_key, d_value, sinks=None, mask=None)
 
@@ -107,7 +107,8 @@ class _Joint:
     results: Any
     shared: Any
 
-    def __init__(self, spec, tiles: Joint, operands, inputs, lists, interpreted):
+    def __init__(self, spec, tiles: Joint, operands, inputs, lists, who, interpreted):
+        self.who = who
         self.spec, self.tiles, self.operands = spec, tiles, operands
         self.dtype, self.interpreted = inputs.query.dtype, interpreted
         self.heads = inputs.key.shape[2]
@@ -169,25 +170,19 @@ class _Joint:
 
     def unpack(self, unit):
         """Batch row, key head and line of a unit."""
-        line, where = lax.rem(unit, self.lines), lax.div(unit, self.lines)
-        return lax.div(where, self.heads), lax.rem(where, self.heads), line
+        line, pair = lax.rem(unit, self.lines), lax.div(unit, self.lines)
+        return lax.div(pair, self.heads), lax.rem(pair, self.heads), line
 
     def each_head(self, row, head, line, program, carry):
-        """`carry = program(query head, list, carry)` for the query heads of a unit."""
+        """`carry = program(list of tiles, carry)` for the query heads of a unit."""
 
         def one(query_head, carry):
-            return program(query_head, self.lists(row, query_head, line), carry)
+            return program(_Tiles(self, row, query_head, line), carry)
 
         if self.group == 1:
             return one(head, carry)
         first = head * self.group
         return lax.fori_loop(first, first + self.group, one, carry)
-
-    def lists(self, row, query_head, line):
-        """Which list says what tiles a query head visits."""
-        list_row = row if self.list_rows > 1 else 0
-        list_head = query_head if self.list_heads > 1 else 0
-        return (list_row * self.list_heads + list_head) * self.lines + line
 
     def serve_unit(self, lap, step, unit):
         """Bring what is held and what is walked; sum up the gradients of queries, tile by tile."""
@@ -203,60 +198,74 @@ class _Joint:
             for w in range(HOLDERS):
                 plgpu.barrier_wait(shared.held_here.at[w])
 
-        def of_head(query_head, lists, step):
-            count = self.refs["count"][lists]
-
+        def of_head(tiles, carry):
             def fetch(j, step):
-                self.fetch(row, query_head, lists, j, step)
+                self.fetch(tiles, j, step)
                 return step + 1
 
-            lax.fori_loop(0, jnp.minimum(count, stages), fetch, step)
+            lax.fori_loop(0, jnp.minimum(tiles.count, stages), fetch, carry[0])
             # Only now: the memory of the keys before is free later than that of their queries.
-            gpu.pl.when(query_head == head * self.group)(keys_and_values)
+            gpu.pl.when(tiles.head == head * self.group)(keys_and_values)
 
-            def tile(j, step):
-                self.add(row, query_head, lists, j, step)
+            def tile(j, carry):
+                step, _ = carry
+                carry = self.add(tiles, j, *carry)
                 ahead = j + stages
-                gpu.pl.when(ahead < count)(
-                    lambda: self.fetch(row, query_head, lists, ahead, step + stages)
-                )
-                return step + 1
+                gpu.pl.when(ahead < tiles.count)(lambda: self.fetch(tiles, ahead, step + stages))
+                return carry
 
-            return lax.fori_loop(0, count, tile, step)
+            return lax.fori_loop(0, tiles.count, tile, carry)
 
-        step = self.each_head(row, head, line, of_head, step)
+        step, last = self.each_head(row, head, line, of_head, (step, jnp.int32(-1)))
         plgpu.barrier_arrive(shared.keys_done.at[0])
+        self.pass_on(unit, last)
         return step
 
-    def fetch(self, row, query_head, lists, j, step) -> None:
+    def fetch(self, tiles, j, step) -> None:
         """Begin to copy a tile of queries, when there is room."""
         plgpu, stages, shared = gpu.plgpu, self.tiles.stages, self.shared
         slot = lax.rem(step, stages)
-        rows = gpu.pl.ds(self.place(lists, j), QUERIES)
+        rows = gpu.pl.ds(tiles.tile(j)[0] * QUERIES, QUERIES)
         gpu.pl.when(step >= stages)(lambda: plgpu.barrier_wait(shared.moving_free.at[slot]))
         here = shared.moving_here.at[slot]
         for name, room in zip(("query", "d_out"), shared.moving, strict=True):
-            room.fetch(self.refs[name], row, rows, query_head, slot, here)
-        source = self.refs["terms"].at[row, query_head, :, rows]
+            room.fetch(self.refs[name], tiles.row, rows, tiles.head, slot, here)
+        source = self.refs["terms"].at[tiles.row, tiles.head, :, rows]
         plgpu.copy_gmem_to_smem(source, shared.terms.at[slot], here)
 
-    def place(self, lists, j):
-        """Where the queries of a tile begin."""
-        return self.refs["index"][lists * self.blocks + j] * QUERIES
+    def add(self, tiles, j, step, last):
+        """Add a tile's gradients of queries, from what the other warpgroups have left.
 
-    def add(self, row, query_head, lists, j, step) -> None:
-        """Add a tile's gradients of queries, from what the other warpgroups have left."""
+        `last` is the tile before, which others have not been told of.
+        """
         plgpu, shared = gpu.plgpu, self.shared
         slot = lax.rem(step, self.tiles.slots)
         plgpu.barrier_wait(shared.d_logits_here.at[slot])
+        self.pass_on(tiles.unit, last)
+        block, _, turn = tiles.tile(j)
+        number = tiles.number(block)
         for chunk in range(self.chunks):
             total = self.of_queries(slot, chunk)
             if chunk == self.chunks - 1:
                 plgpu.barrier_arrive(shared.d_logits_free.at[slot])
-            rows = gpu.pl.ds(self.place(lists, j), QUERIES)
+            if chunk == 0 and self.tiles.ordered:
+                self.engine.wait_for_number(self.refs["turn"].at[number], turn)
             columns = gpu.pl.ds(chunk * CHUNK, CHUNK)
-            target = self.refs["d_query"].at[row, rows, query_head, columns]
+            rows = gpu.pl.ds(block * QUERIES, QUERIES)
+            target = self.refs["d_query"].at[tiles.row, rows, tiles.head, columns]
             self.engine.add_through(shared.sums.at[chunk], target, total, self.chunks - 1)
+        return step + 1, number
+
+    def pass_on(self, unit, number) -> None:
+        """Wait until what was added is there, and let others add to that tile."""
+        if not self.tiles.ordered:
+            return
+
+        @gpu.pl.when(number >= 0)
+        def _added():
+            gpu.plgpu.wait_smem_to_gmem(0)
+            step = jnp.where(self.who.downward(lax.div(unit, self.lines)), 1, -1)
+            self.engine.add_number(self.refs["turn"].at[number], step)
 
     def of_queries(self, slot, chunk):
         """A tile's gradients of logits times keys, some columns of it."""
@@ -281,23 +290,21 @@ class _Joint:
         gpu.plgpu.barrier_wait(self.shared.held_here.at[warpgroup])
         sums = tuple(gpu.full((ROWS, self.held[i].columns), 0.0) for i in (1, 0))
 
-        def walked(query_head, lists):
+        def walked(tiles):
             tile = Tile(
-                self.spec, self.operands, self.refs, row, query_head, first_row, QUERIES, True
+                self.spec, self.operands, self.refs, row, tiles.head, first_row, QUERIES, True
             )
-            return _Walked(self, warpgroup, tile, lists)
+            return _Walked(self, warpgroup, tile, tiles)
 
-        first = head * self.group
-        carry = walked(first, self.lists(row, first, line)).first_tile(step, sums)
+        first = _Tiles(self, row, head * self.group, line)
+        carry = walked(first).first_tile(step, sums)
 
-        def of_head(query_head, lists, carry):
-            begin = jnp.where(query_head == first, 1, 0)
-            return lax.fori_loop(
-                begin, self.refs["count"][lists], walked(query_head, lists).next_tile, carry
-            )
+        def of_head(tiles, carry):
+            begin = jnp.where(tiles.head == first.head, 1, 0)
+            return lax.fori_loop(begin, tiles.count, walked(tiles).next_tile, carry)
 
         carry = self.each_head(row, head, line, of_head, carry)
-        step, sums = _Walked(self, warpgroup, None, None).last_tile(*carry)
+        step, sums = walked(first).last_tile(*carry)
         # Unpacked again, so that only one number stays in a register meanwhile.
         row, head, line = self.unpack(lax.optimization_barrier(unit))
         self.write(warpgroup, row, head, line * KEYS + warpgroup * ROWS, sums)
@@ -320,11 +327,35 @@ class _Joint:
         plgpu.barrier_arrive(shared.held_free.at[warpgroup])
 
 
+class _Tiles:
+    """The tiles of one line and query head, in the order in which they are walked."""
+
+    def __init__(self, work: _Joint, row, head, line):
+        self.work, self.row, self.head = work, row, head
+        list_row = row if work.list_rows > 1 else 0
+        list_head = head if work.list_heads > 1 else 0
+        self.list = (list_row * work.list_heads + list_head) * work.lines + line
+        pair = row * work.heads + lax.div(head, work.group)
+        self.unit = pair * work.lines + line
+        self.downward = work.who.downward(pair)
+        self.count = work.refs["count"][self.list]
+
+    def tile(self, j):
+        """Block, whether partial, and turn; see `unpack`."""
+        at = jnp.where(self.downward, self.count - 1 - j, j)
+        return unpack(self.work.refs["tiles"][self.list * self.work.blocks + at])
+
+    def number(self, block):
+        """The tile among those of all rows and heads."""
+        work = self.work
+        return ((self.row * work.heads * work.group) + self.head) * work.blocks + block
+
+
 class _Walked:
     """One warpgroup's walk over the tiles of one query head."""
 
-    def __init__(self, work: _Joint, warpgroup, tile: Tile, lists):
-        self.work, self.warpgroup, self.tile, self.lists = work, warpgroup, tile, lists
+    def __init__(self, work: _Joint, warpgroup, tile: Tile, tiles: _Tiles):
+        self.work, self.warpgroup, self.tile, self.walk = work, warpgroup, tile, tiles
         self.tiles, self.shared, self.engine = work.tiles, work.shared, work.engine
         self.shape = (ROWS, QUERIES)
 
@@ -419,10 +450,10 @@ class _Walked:
         """-inf where the mask hides a pair, 0 elsewhere; None without a mask."""
         if not self.work.operands.masked:
             return None
+        block, hides, _ = self.walk.tile(j)
         zero = lambda: gpu.full(self.shape, 0.0)
-        place = lambda: self.work.place(self.lists, j) if self.tile.needs_place else 0
-        partial = lambda: jnp.where(self.tile.visible(place()), zero(), -jnp.inf)
-        return lax.cond(j < self.work.refs["partial"][self.lists], partial, zero)
+        partial = lambda: jnp.where(self.tile.visible(block * QUERIES), zero(), -jnp.inf)
+        return lax.cond(hides != 0, partial, zero)
 
     def term(self, i, slot):
         """A number for each query, along the columns."""
