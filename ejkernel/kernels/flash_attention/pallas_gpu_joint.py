@@ -21,7 +21,7 @@ from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
 from ejkernel.kernels.flash_attention.pallas_gpu_backward import _row_terms
 from ejkernel.kernels.flash_attention.pallas_gpu_forward import whole_tiles
 from ejkernel.kernels.flash_attention.pallas_gpu_order import order, turns, unpack
-from ejkernel.kernels.flash_attention.pallas_gpu_tile import ROWS, Operands, Tile
+from ejkernel.kernels.flash_attention.pallas_gpu_tile import LOG2_E, ROWS, Operands, Tile
 from ejkernel.kernels.flash_attention.pallas_gpu_walk import visibility
 from ejkernel.types.rules import Everything
 
@@ -218,8 +218,12 @@ class _Joint:
 
         step, last = self.each_head(row, head, line, of_head, (step, jnp.int32(-1)))
         plgpu.barrier_arrive(shared.keys_done.at[0])
-        self.pass_on(unit, last)
+        self.pass_on(jnp.where(self.downward(row, head), -1, 1), last)
         return step
+
+    def downward(self, row, head):
+        """Whether the units of a key head walk downward, in the order of their lines."""
+        return self.who.downward(row * self.heads + head)
 
     def fetch(self, tiles, j, step) -> None:
         """Begin to copy a tile of queries, when there is room."""
@@ -241,7 +245,7 @@ class _Joint:
         plgpu, shared = gpu.plgpu, self.shared
         slot = lax.rem(step, self.tiles.slots)
         plgpu.barrier_wait(shared.d_logits_here.at[slot])
-        self.pass_on(tiles.unit, last)
+        self.pass_on(tiles.stride, last)
         block, _, turn = tiles.tile(j)
         number = tiles.number(block)
         for chunk in range(self.chunks):
@@ -256,7 +260,7 @@ class _Joint:
             self.engine.add_through(shared.sums.at[chunk], target, total, self.chunks - 1)
         return step + 1, number
 
-    def pass_on(self, unit, number) -> None:
+    def pass_on(self, stride, number) -> None:
         """Wait until what was added is there, and let others add to that tile."""
         if not self.tiles.ordered:
             return
@@ -264,8 +268,7 @@ class _Joint:
         @gpu.pl.when(number >= 0)
         def _added():
             gpu.plgpu.wait_smem_to_gmem(0)
-            step = jnp.where(self.who.downward(lax.div(unit, self.lines)), 1, -1)
-            self.engine.add_number(self.refs["turn"].at[number], step)
+            self.engine.add_number(self.refs["turn"].at[number], -stride)
 
     def of_queries(self, slot, chunk):
         """A tile's gradients of logits times keys, some columns of it."""
@@ -286,15 +289,10 @@ class _Joint:
     def compute_unit(self, warpgroup, lap, step, unit):
         """The gradients of 64 keys and values."""
         row, head, line = self.unpack(unit)
-        first_row = line * KEYS + warpgroup * ROWS
         gpu.plgpu.barrier_wait(self.shared.held_here.at[warpgroup])
         sums = tuple(gpu.full((ROWS, self.held[i].columns), 0.0) for i in (1, 0))
 
-        def walked(tiles):
-            tile = Tile(
-                self.spec, self.operands, self.refs, row, tiles.head, first_row, QUERIES, True
-            )
-            return _Walked(self, warpgroup, tile, tiles)
+        walked = functools.partial(_Walked, self, warpgroup, unit)
 
         first = _Tiles(self, row, head * self.group, line)
         carry = walked(first).first_tile(step, sums)
@@ -334,16 +332,15 @@ class _Tiles:
         self.work, self.row, self.head = work, row, head
         list_row = row if work.list_rows > 1 else 0
         list_head = head if work.list_heads > 1 else 0
-        self.list = (list_row * work.list_heads + list_head) * work.lines + line
-        pair = row * work.heads + lax.div(head, work.group)
-        self.unit = pair * work.lines + line
-        self.downward = work.who.downward(pair)
-        self.count = work.refs["count"][self.list]
+        list_ = (list_row * work.list_heads + list_head) * work.lines + line
+        self.count = work.refs["count"][list_]
+        downward = work.downward(row, lax.div(head, work.group))
+        self.first = list_ * work.blocks + jnp.where(downward, self.count - 1, 0)
+        self.stride = jnp.where(downward, -1, 1)
 
     def tile(self, j):
         """Block, whether partial, and turn; see `unpack`."""
-        at = jnp.where(self.downward, self.count - 1 - j, j)
-        return unpack(self.work.refs["tiles"][self.list * self.work.blocks + at])
+        return unpack(self.work.refs["tiles"][self.first + j * self.stride])
 
     def number(self, block):
         """The tile among those of all rows and heads."""
@@ -354,8 +351,8 @@ class _Tiles:
 class _Walked:
     """One warpgroup's walk over the tiles of one query head."""
 
-    def __init__(self, work: _Joint, warpgroup, tile: Tile, tiles: _Tiles):
-        self.work, self.warpgroup, self.tile, self.walk = work, warpgroup, tile, tiles
+    def __init__(self, work: _Joint, warpgroup, unit, tiles: _Tiles):
+        self.work, self.warpgroup, self.unit, self.walk = work, warpgroup, unit, tiles
         self.tiles, self.shared, self.engine = work.tiles, work.shared, work.engine
         self.shape = (ROWS, QUERIES)
 
@@ -418,7 +415,7 @@ class _Walked:
     def gradients(self, step, d_value, logits) -> jax.Array:
         """The sum of values with a tile added; leaves the gradients of the tile's logits."""
         shared, dtype, slot = self.shared, self.work.dtype, self.slot(step)
-        logits, factor, _ = self.tile.logits(logits, 0, with_mask=False)
+        factor = self.work.spec.softmax_scale * LOG2_E
         weights = lax.optimization_barrier(jnp.exp2(logits * factor).astype(dtype))
         # A branch, over which nothing is moved: before it there is no room for the next product.
         self.wait_for_room(step)
@@ -452,8 +449,19 @@ class _Walked:
             return None
         block, hides, _ = self.walk.tile(j)
         zero = lambda: gpu.full(self.shape, 0.0)
-        partial = lambda: jnp.where(self.tile.visible(block * QUERIES), zero(), -jnp.inf)
+
+        def partial():
+            visible = self.mask().visible(block * QUERIES)
+            return jnp.where(visible, zero(), -jnp.inf)
+
         return lax.cond(hides != 0, partial, zero)
+
+    def mask(self) -> Tile:
+        """What says which pairs are hidden; nothing of it stays in registers."""
+        work, (unit, head) = self.work, lax.optimization_barrier((self.unit, self.walk.head))
+        row, _, line = work.unpack(unit)
+        first_row = line * KEYS + self.warpgroup * ROWS
+        return Tile(work.spec, work.operands, work.refs, row, head, first_row, QUERIES, True)
 
     def term(self, i, slot):
         """A number for each query, along the columns."""
