@@ -36,7 +36,7 @@ REGISTERS = (216, 72)  # of a thread that holds keys, and of one of the third wa
 class Joint:
     """How the kernel is cut: tiles of queries in flight, and of gradients of logits."""
 
-    stages: int = 2
+    stages: int = 3
     slots: int = 2
     ordered: bool = True
 
@@ -203,18 +203,11 @@ class _Joint:
                 self.fetch(tiles, j, step)
                 return step + 1
 
-            lax.fori_loop(0, jnp.minimum(tiles.count, stages), fetch, carry[0])
+            lax.fori_loop(0, jnp.minimum(tiles.count, stages - 1), fetch, carry[0])
             # Only now: the memory of the keys before is free later than that of their queries.
             gpu.pl.when(tiles.head == head * self.group)(keys_and_values)
 
-            def tile(j, carry):
-                step, _ = carry
-                carry = self.add(tiles, j, *carry)
-                ahead = j + stages
-                gpu.pl.when(ahead < tiles.count)(lambda: self.fetch(tiles, ahead, step + stages))
-                return carry
-
-            return lax.fori_loop(0, tiles.count, tile, carry)
+            return lax.fori_loop(0, tiles.count, functools.partial(self.add, tiles), carry)
 
         step, last = self.each_head(row, head, line, of_head, (step, jnp.int32(-1)))
         plgpu.barrier_arrive(shared.keys_done.at[0])
@@ -237,14 +230,18 @@ class _Joint:
         source = self.refs["terms"].at[tiles.row, tiles.head, :, rows]
         plgpu.copy_gmem_to_smem(source, shared.terms.at[slot], here)
 
-    def add(self, tiles, j, step, last):
+    def add(self, tiles, j, carry):
         """Add a tile's gradients of queries, from what the other warpgroups have left.
 
-        `last` is the tile before, which others have not been told of.
+        By then they no longer need the tile before, so that its room is free. The carry has the
+        step, and the number of the tile before, which others have not been told of.
         """
+        step, last = carry
         plgpu, shared = gpu.plgpu, self.shared
         slot = lax.rem(step, self.tiles.slots)
         plgpu.barrier_wait(shared.d_logits_here.at[slot])
+        ahead = self.tiles.stages - 1
+        gpu.pl.when(j + ahead < tiles.count)(lambda: self.fetch(tiles, j + ahead, step + ahead))
         self.pass_on(tiles.stride, last)
         block, _, turn = tiles.tile(j)
         number = tiles.number(block)
