@@ -211,7 +211,7 @@ class _Joint:
 
         step, last = self.each_head(row, head, line, of_head, (step, jnp.int32(-1)))
         plgpu.barrier_arrive(shared.keys_done.at[0])
-        self.pass_on(jnp.where(self.downward(row, head), -1, 1), last)
+        self.pass_on(jnp.where(self.downward(row, head), -1, 1), last, 0)
         return step
 
     def downward(self, row, head):
@@ -242,13 +242,13 @@ class _Joint:
         plgpu.barrier_wait(shared.d_logits_here.at[slot])
         ahead = self.tiles.stages - 1
         gpu.pl.when(j + ahead < tiles.count)(lambda: self.fetch(tiles, j + ahead, step + ahead))
-        self.pass_on(tiles.stride, last)
         block, _, turn = tiles.tile(j)
         number = tiles.number(block)
         for chunk in range(self.chunks):
             total = self.of_queries(slot, chunk)
             if chunk == self.chunks - 1:
                 plgpu.barrier_arrive(shared.d_logits_free.at[slot])
+                self.pass_on(tiles.stride, last, self.chunks - 1)
             if chunk == 0 and self.tiles.ordered:
                 self.engine.wait_for_number(self.refs["turn"].at[number], turn)
             columns = gpu.pl.ds(chunk * CHUNK, CHUNK)
@@ -257,14 +257,14 @@ class _Joint:
             self.engine.add_through(shared.sums.at[chunk], target, total, self.chunks - 1)
         return step + 1, number
 
-    def pass_on(self, stride, number) -> None:
+    def pass_on(self, stride, number, unfinished) -> None:
         """Wait until what was added is there, and let others add to that tile."""
         if not self.tiles.ordered:
             return
 
         @gpu.pl.when(number >= 0)
         def _added():
-            gpu.plgpu.wait_smem_to_gmem(0)
+            gpu.plgpu.wait_smem_to_gmem(unfinished)
             self.engine.add_number(self.refs["turn"].at[number], -stride)
 
     def of_queries(self, slot, chunk):
