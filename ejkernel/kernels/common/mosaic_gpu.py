@@ -87,9 +87,12 @@ def swizzle(dim: int) -> int | None:
     return next((size for size in (128, 64, 32) if dim * 2 % size == 0), None)
 
 
-def shared_tile(dtype: Any, *shape: int) -> Any:
-    """Shared memory for matrices [..., rows, dim] as the tensor cores read them."""
-    size = swizzle(shape[-1])
+def shared_tile(dtype: Any, *shape: int, width: int | None = None) -> Any:
+    """Shared memory for matrices [..., rows, dim] as the tensor cores read them.
+
+    Two that are multiplied are cut into tiles of the same width; by default as wide as can be.
+    """
+    size = swizzle(width or shape[-1])
     transforms = (plgpu.TilingTransform((8, (size or 0) // 2)), plgpu.SwizzleTransform(size))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 

@@ -28,7 +28,9 @@ from ejkernel.types.rules import Everything
 HOLDERS = 2  # warpgroups that hold keys
 KEYS = ROWS * HOLDERS  # of a unit of work
 QUERIES = 64  # of a tile
-CHUNK = 64  # columns of the gradients of queries that are computed at once
+CHUNK = 64  # columns of the gradients of queries that are computed at once, at most
+HEAD_DIMS = (64, 96, 128)
+MOST_VALUE_DIM = 128
 REGISTERS = (216, 72)  # of a thread that holds keys, and of one of the third warpgroup
 
 
@@ -46,8 +48,8 @@ def backward(
     residuals: Outputs,
     d_outputs: Outputs,
     spec: Spec,
-    tiles: Joint,
     interpreted: bool = False,
+    tiles: Joint = Joint(),
 ) -> Inputs:
     """Gradients, shaped like the inputs; None where there is none."""
     terms = _row_terms(inputs, residuals, d_outputs, spec)
@@ -99,6 +101,26 @@ def backward(
     return Inputs(d_query, d_key, d_value, sinks=None, mask=None)
 
 
+def why_not(inputs: Inputs, spec: Spec) -> str | None:
+    """What keeps one kernel from taking a backward pass that the others can take, or None."""
+    if jax.__version_info__ < (0, 11):
+        return "needs JAX 0.11 or newer"
+    given = {
+        "bias": inputs.bias is not None,
+        "sinks": inputs.sinks is not None,
+        "dropout": inputs.dropout is not None,
+        "logits_soft_cap": spec.logits_soft_cap is not None,
+    }
+    if any(given.values()):
+        return f"does not support {', '.join(name for name, has in given.items() if has)}"
+    head_dim, value_dim = inputs.query.shape[3], inputs.value.shape[3]
+    if head_dim not in HEAD_DIMS:
+        return f"needs a head dim of {', '.join(map(str, HEAD_DIMS))}, got {head_dim}"
+    if value_dim > MOST_VALUE_DIM:
+        return f"needs a value dim of at most {MOST_VALUE_DIM}, got {value_dim}"
+    return None
+
+
 class _Joint:
     """The kernel: its static numbers, and the programs of its warpgroups."""
 
@@ -118,8 +140,13 @@ class _Joint:
             gpu.Matrices(self.dtype, count, rows, dim, whole) for dim in dims
         )
         self.held, self.moving = of(HOLDERS, ROWS), of(tiles.stages, QUERIES)
-        self.d_logits = gpu.Matrices(self.dtype, HOLDERS * tiles.slots, ROWS, QUERIES, True)
-        self.chunks = dims[0] // CHUNK
+        # Laid out as keys and queries are, with which they are multiplied.
+        width = (gpu.swizzle(self.held[0].width) or 0) // 2
+        self.d_logits = gpu.shared_tile(
+            self.dtype, HOLDERS * tiles.slots, ROWS, QUERIES, width=width
+        )
+        width = min(CHUNK, self.held[0].width)
+        self.chunks = [(i, min(width, dims[0] - i)) for i in range(0, dims[0], width)]
         self.list_rows, self.list_heads, self.lines, self.blocks = lists
         self.engine = gpu.EMULATION if interpreted else gpu.HARDWARE
 
@@ -129,8 +156,8 @@ class _Joint:
         return {
             "held": tuple(gpu.allocate(self.interpreted, one) for one in self.held),
             "moving": tuple(gpu.allocate(self.interpreted, one) for one in self.moving),
-            "d_logits": gpu.allocate(self.interpreted, self.d_logits),
-            "sums": gpu.shared_numbers(self.chunks, QUERIES, CHUNK),
+            "d_logits": self.d_logits,
+            "sums": tuple(gpu.shared_numbers(QUERIES, width) for _, width in self.chunks),
             "terms": gpu.plgpu.SMEM((stages, 2, QUERIES), jnp.float32),
             "held_here": gpu.barriers(HOLDERS, copies),
             "held_free": gpu.barriers(HOLDERS),
@@ -147,7 +174,6 @@ class _Joint:
         bind = lambda ref, one: gpu.bind(self.interpreted, ref, one)[0]
         for name, matrices in (("held", self.held), ("moving", self.moving)):
             shared[name] = [bind(*pair) for pair in zip(shared[name], matrices, strict=True)]
-        shared["d_logits"] = bind(shared["d_logits"], self.d_logits)
         self.shared = types.SimpleNamespace(**shared)
         warpgroup = lax.axis_index("warpgroup")
         plgpu = gpu.plgpu
@@ -244,17 +270,17 @@ class _Joint:
         gpu.pl.when(j + ahead < tiles.count)(lambda: self.fetch(tiles, j + ahead, step + ahead))
         block, _, turn = tiles.tile(j)
         number = tiles.number(block)
-        for chunk in range(self.chunks):
-            total = self.of_queries(slot, chunk)
-            if chunk == self.chunks - 1:
+        rows, later = gpu.pl.ds(block * QUERIES, QUERIES), len(self.chunks) - 1
+        for i, (start, width) in enumerate(self.chunks):
+            total = self.of_queries(slot, start, width)
+            if i == later:
                 plgpu.barrier_arrive(shared.d_logits_free.at[slot])
-                self.pass_on(tiles.stride, last, self.chunks - 1)
-            if chunk == 0 and self.tiles.ordered:
+                self.pass_on(tiles.stride, last, later)
+            if i == 0 and self.tiles.ordered:
                 self.engine.wait_for_number(self.refs["turn"].at[number], turn)
-            columns = gpu.pl.ds(chunk * CHUNK, CHUNK)
-            rows = gpu.pl.ds(block * QUERIES, QUERIES)
+            columns = gpu.pl.ds(start, width)
             target = self.refs["d_query"].at[tiles.row, rows, tiles.head, columns]
-            self.engine.add_through(shared.sums.at[chunk], target, total, self.chunks - 1)
+            self.engine.add_through(shared.sums[i], target, total, later)
         return step + 1, number
 
     def pass_on(self, stride, number, unfinished) -> None:
@@ -267,21 +293,18 @@ class _Joint:
             gpu.plgpu.wait_smem_to_gmem(unfinished)
             self.engine.add_number(self.refs["turn"].at[number], -stride)
 
-    def of_queries(self, slot, chunk):
+    def of_queries(self, slot, start, width):
         """A tile's gradients of logits times keys, some columns of it."""
-
         # Not known to be the same in every tile: what follows from it would be kept in registers.
         first = lax.optimization_barrier(jnp.int32(0))
 
         def products(accumulators, values):
             for w in range(HOLDERS):
-                left = self.shared.d_logits.at(slot * HOLDERS + w, 0)
-                self.engine.across(
-                    accumulators[0], left, self.shared.held[0], first + w, chunk * CHUNK, CHUNK
-                )
+                left = self.shared.d_logits.at[slot * HOLDERS + w]
+                keys = self.shared.held[0]
+                self.engine.across(accumulators[0], left, keys, first + w, start, width)
 
-        start = (gpu.full((QUERIES, CHUNK), 0.0),)
-        return self.engine.run(products, start)[0][0]
+        return self.engine.run(products, (gpu.full((QUERIES, width), 0.0),))[0][0]
 
     def compute_unit(self, warpgroup, lap, step, unit):
         """The gradients of 64 keys and values."""
@@ -403,7 +426,7 @@ class _Walked:
 
     def add_keys(self, d_key, step) -> None:
         """Begin to add to the sum of keys, from the gradients of logits in shared memory."""
-        left = self.shared.d_logits.at(self.own_room(step), 0)
+        left = self.shared.d_logits.at[self.own_room(step)]
         self.engine.plain(d_key, left, self.shared.moving[0], self.slot(step))
 
     def own_room(self, step):
@@ -436,7 +459,7 @@ class _Walked:
     def leave(self, step, d_logits) -> None:
         """Gradients of logits, for who sums up those of queries."""
         shared = self.shared
-        shared.d_logits.put(self.own_room(step), d_logits)
+        shared.d_logits.at[self.own_room(step)][...] = d_logits
         gpu.plgpu.commit_smem()
         gpu.plgpu.barrier_arrive(shared.d_logits_here.at[lax.rem(step, self.tiles.slots)])
 
