@@ -97,12 +97,6 @@ def shared_tile(dtype: Any, *shape: int, width: int | None = None) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-def shared_numbers(*shape: int) -> Any:
-    """Shared memory for float32 tiles [..., rows, columns] on their way to global memory."""
-    transforms = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
-    return plgpu.SMEM(shape, jnp.float32, transforms=transforms)
-
-
 class Matrices:
     """Matrices [rows, dim] in shared memory, as copies write and the tensor cores read them.
 
@@ -158,14 +152,6 @@ class Bound:
 
     def at(self, index: Any, strip: int) -> Any:
         return self.cut.at[index] if self.shape.whole else self.cut.at[index, strip]
-
-    def columns(self, index: Any, start: int, width: int) -> Any:
-        """Some columns of matrix `index`, which lie in one strip."""
-        strip, first = divmod(start, self.shape.width)
-        whole = self.at(index, strip)
-        if (first, width) == (0, self.shape.width):
-            return whole
-        return whole.at[:, first : first + width]
 
     def fetch(self, array: Any, row: Any, rows: Any, head: Any, index: Any, here: Any) -> None:
         """Begin to copy array[row, rows, head] into matrix `index`."""
@@ -309,37 +295,6 @@ class Hardware:
             part = accumulator if right.shape.strips == 1 else accumulator.at[:, start:stop]
             plgpu.wgmma(part, left, right.at(j, strip))
 
-    def plain(self, accumulator: Any, left: Any, right: Bound, j: Any) -> None:
-        """Begin `accumulator += left @ right[j]`, with `left` in shared memory too."""
-        self.outer(accumulator, left, right, j)
-
-    def across(
-        self, accumulator: Any, left: Any, right: Bound, j: Any, start: int, width: int
-    ) -> None:
-        """Begin `accumulator += left.T @ right[j][:, start : start + width]`."""
-        plgpu.wgmma(accumulator, left.transpose((1, 0)), right.columns(j, start, width))
-
-    def add_through(self, room: Any, target: Any, value: jax.Array, unfinished: int) -> None:
-        """Begin to add a tile to global memory, when `room` in shared memory is free for it.
-
-        It is once no more than `unfinished` of this warpgroup's copies still read theirs.
-        """
-        plgpu.wait_smem_to_gmem(unfinished, wait_read_only=True)
-        room[...] = value
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(room, target, reduction_op="add")
-
-    def wait_for_number(self, place: Any, number: Any) -> None:
-        """Until a number in global memory is this one; what was done before that is then seen.
-
-        By all threads once the warpgroup has met.
-        """
-        _by_one_thread(place, number, _WAIT_FOR_NUMBER)
-
-    def add_number(self, place: Any, number: Any) -> None:
-        """Add to a number in global memory, after all that the warpgroup's copies have written."""
-        _by_one_thread(place, number, _ADD_NUMBER)
-
     def read(self, accumulator: Any, unfinished: int) -> jax.Array:
         """The accumulator, once no more than `unfinished` matmuls are under way."""
         # The compiler knows of no connection between waiting and the registers it waits for.
@@ -392,45 +347,6 @@ def _multiplied_where(x: Any, repeated: Any, factors: Any) -> Any:
     return type(x)(_registers=after, _layout=x.layout, _is_signed=x.is_signed)
 
 
-_WAIT_FOR_NUMBER = """
-    AGAIN: ld.acquire.gpu.global.b32 found, [$0];
-    setp.ne.b32 other, found, $1;
-    @other bra AGAIN;
-    fence.proxy.async.global;
-"""
-_ADD_NUMBER = """
-    fence.proxy.async.global;
-    red.release.gpu.global.add.s32 [$0], $1;
-"""
-
-
-def _by_one_thread(place: Any, number: Any, assembly: str) -> None:
-    """Assembly in one thread of the warpgroup, on an address ($0) and a number ($1)."""
-    layout = plgpu.Layout.WG_SPLAT
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
-    def run(context: Any, place: Any, number: Any) -> None:
-        ir: Any = importlib.import_module("jax._src.lib.mlir").ir
-        llvm: Any = importlib.import_module("jax._src.lib.mlir.dialects").llvm
-        utils: Any = importlib.import_module("jax.experimental.mosaic.gpu.utils")
-        (value,) = number.registers.flat
-        text = f"""{{
-    .reg .pred other; .reg .b32 found;
-    mov.u32 found, %tid.x;
-    and.b32 found, found, 127;
-    setp.ne.b32 other, found, 0;
-    @other bra DONE;
-    {assembly}
-    DONE:
-}}"""
-        operands = [utils.memref_ptr(place), value]
-        llvm.inline_asm(
-            ir.Type.parse("!llvm.void"), operands, text, "l,r", has_side_effects=True
-        )
-
-    run(place, jnp.asarray(number, jnp.int32))
-
-
 class _Held:
     """A value that stands where a kernel has a reference to registers."""
 
@@ -464,25 +380,6 @@ class Emulation(Hardware):
         left = left.astype(jnp.float32)
         accumulator.value += jnp.dot(left, whole, precision=lax.Precision.HIGHEST)
         self._as_the_tensor_cores_read()
-
-    def plain(self, accumulator: Any, left: Any, right: Bound, j: Any) -> None:
-        self.outer(accumulator, left[...], right, j)
-
-    def across(
-        self, accumulator: Any, left: Any, right: Bound, j: Any, start: int, width: int
-    ) -> None:
-        a, b = (x[...].astype(jnp.float32) for x in (left, right.columns(j, start, width)))
-        accumulator.value += jnp.dot(a.T, b, precision=lax.Precision.HIGHEST)
-        self._as_the_tensor_cores_read()
-
-    def add_through(self, room: Any, target: Any, value: jax.Array, unfinished: int) -> None:
-        target[...] = target[...] + value
-
-    def wait_for_number(self, place: Any, number: Any) -> None:
-        pass  # there is one block of threads, which does everything in its order
-
-    def add_number(self, place: Any, number: Any) -> None:
-        place[...] = place[...] + number
 
     def _as_the_tensor_cores_read(self) -> None:
         """They read as copies write; a thread's own reads need a fence before the next copy."""

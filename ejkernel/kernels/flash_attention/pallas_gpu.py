@@ -11,6 +11,7 @@ from ejkernel.kernels.common import mosaic_gpu as gpu
 from ejkernel.kernels.flash_attention import (
     pallas_gpu_backward,
     pallas_gpu_forward,
+    pallas_gpu_joint,
     pallas_gpu_short,
     pallas_gpu_walk,
 )
@@ -43,6 +44,9 @@ def backward(
     inputs: Inputs, residuals: Outputs, d_outputs: Outputs, spec: Spec, params: BwdParams | None
 ) -> Inputs:
     """Gradients, shaped like the inputs; None where there is none."""
+    if params is not None and params.ordered is False and _joint(inputs, spec):
+        run = pallas_gpu_joint.backward
+        return run(inputs, residuals, d_outputs, spec, _interpreted(inputs))
     tiles = chosen_backward_tiles(inputs, spec, params)
     return pallas_gpu_backward.backward(
         inputs, residuals, d_outputs, spec, *tiles, _interpreted(inputs)
@@ -226,12 +230,23 @@ def _backward_params(inputs: Inputs, spec: Spec, params: BwdParams) -> BwdParams
     )
 
 
+def unordered_backward(inputs: Inputs, spec: Spec, device: Device) -> BwdParams | None:
+    """One kernel in place of two or three, where it can serve."""
+    return BwdParams(ordered=False) if _joint(inputs, spec) else None
+
+
+def _joint(inputs: Inputs, spec: Spec) -> bool:
+    return pallas_gpu_joint.why_not(inputs, spec) is None
+
+
 def behind_backward(inputs: Inputs, spec: Spec, device: Device) -> frozenset[Platform]:
-    """CuDNN computes five products for a tile where these two kernels compute seven.
+    """CuDNN computes five products for a tile; so does our one kernel, but two compute seven.
 
     That decides between 64 and 128 columns: narrower heads are bound by the exponentials, wider
     ones by what it does with them. And of packed documents it computes more.
     """
+    if _joint(inputs, spec) and not settings.deterministic():
+        return frozenset()
     between = 128 < sum(_dims(inputs)) <= 256
     packed = "segments" in (inputs.mask or Everything()).features()
     return frozenset({Platform.CUDA}) if between and not packed else frozenset()
@@ -274,6 +289,7 @@ IMPLEMENTATION = Implementation(
         why_not=why_not,
         heuristic=heuristic_backward,
         candidates=candidates_backward,
+        unordered=unordered_backward,
         behind=behind_backward,
     ),
 )

@@ -3,44 +3,40 @@
 Two warpgroups hold 64 keys each and walk the queries that see them, as in the kernel of keys. They
 also leave the gradients of logits in shared memory, where a third warpgroup multiplies them with
 the keys and adds the product to the gradients of queries in global memory, in float32. It is also
-the one that copies.
+the one that copies. Who adds first is not known beforehand, so that the last bits of these
+gradients differ from run to run.
 """
 
-import dataclasses
 import functools
 import types
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from ejkernel.kernels.common import mosaic_gpu as gpu
+from ejkernel.kernels.flash_attention import pallas_gpu_joint_engine as engine
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
 from ejkernel.kernels.flash_attention.pallas_gpu_backward import _row_terms
 from ejkernel.kernels.flash_attention.pallas_gpu_forward import whole_tiles
-from ejkernel.kernels.flash_attention.pallas_gpu_order import order, turns, unpack
-from ejkernel.kernels.flash_attention.pallas_gpu_tile import LOG2_E, ROWS, Operands, Tile
-from ejkernel.kernels.flash_attention.pallas_gpu_walk import visibility
+from ejkernel.kernels.flash_attention.pallas_gpu_joint_walk import (
+    HOLDERS,
+    KEYS,
+    QUERIES,
+    SLOTS,
+    STAGES,
+    Tiles,
+    Walked,
+)
+from ejkernel.kernels.flash_attention.pallas_gpu_tile import ROWS, Operands
+from ejkernel.kernels.flash_attention.pallas_gpu_walk import Units, visibility, walk_columns
 from ejkernel.types.rules import Everything
 
-HOLDERS = 2  # warpgroups that hold keys
-KEYS = ROWS * HOLDERS  # of a unit of work
-QUERIES = 64  # of a tile
 CHUNK = 64  # columns of the gradients of queries that are computed at once, at most
 HEAD_DIMS = (64, 96, 128)
 MOST_VALUE_DIM = 128
 REGISTERS = (216, 72)  # of a thread that holds keys, and of one of the third warpgroup
-
-
-@dataclasses.dataclass(frozen=True)
-class Joint:
-    """How the kernel is cut: tiles of queries in flight, and of gradients of logits."""
-
-    stages: int = 3
-    slots: int = 2
-    ordered: bool = True
 
 
 def backward(
@@ -49,7 +45,6 @@ def backward(
     d_outputs: Outputs,
     spec: Spec,
     interpreted: bool = False,
-    tiles: Joint = Joint(),
 ) -> Inputs:
     """Gradients, shaped like the inputs; None where there is none."""
     terms = _row_terms(inputs, residuals, d_outputs, spec)
@@ -58,9 +53,15 @@ def backward(
     rule = inputs.mask or Everything()
     q_size, kv_size = -(-t // QUERIES) * QUERIES, -(-s // KEYS) * KEYS
     lines = kv_size // KEYS
-    workers = 1 if interpreted else min(gpu.MULTIPROCESSORS, b * k * lines)
-    who = order(b * k, lines, workers)
-    plan = turns(rule, t, s, QUERIES, KEYS)
+    units = Units(
+        batch=b,
+        heads=k,
+        group=n // k,
+        pairs=b * k,
+        shared_bytes=(inputs.query.nbytes + d_outputs.out.nbytes) // (b * k),
+        workers=1 if interpreted else min(gpu.MULTIPROCESSORS, b * k * lines),
+    )
+    plan = walk_columns(rule, units, t, s, QUERIES, KEYS)
     seen = visibility(rule, t, s, q_size, kv_size)
     operands = Operands.of(inputs, seen, q_size, kv_size, transposed=True)
     pad = lambda x, fill: jnp.pad(x, ((0, 0), (0, 0), (0, q_size - t)), constant_values=fill)
@@ -70,18 +71,16 @@ def backward(
         "value": inputs.value,
         "d_out": d_outputs.out,
         "terms": jnp.stack([pad(terms.lse, -jnp.inf), pad(terms.start, 0.0)], axis=2),
-        "order": jnp.asarray(who.units),
+        "order": plan.order,
         "count": plan.count.reshape(-1),
-        "tiles": plan.tiles.reshape(-1),
+        "partial": plan.partial.reshape(-1),
+        "index": plan.index.reshape(-1),
         **operands.arrays,
     }
     # What is added to: whole tiles, so that no addition is cut off.
     d_query = jax.new_ref(jnp.zeros((b, q_size, n, head_dim), jnp.float32))
-    # Whose turn it is: counted up where lines go downward, else down from the last one.
-    downward = np.repeat(who.downward(np.arange(b * k)), n // k).reshape(b, n, 1)
-    turn = jax.new_ref(jnp.where(downward, 0, plan.visits - 1).reshape(-1))
-    names = (*arrays, "d_query", "turn")
-    work = _Joint(spec, tiles, operands, inputs, plan.tiles.shape, who, interpreted)
+    names = (*arrays, "d_query")
+    work = _Joint(spec, operands, inputs, plan.index.shape, interpreted)
 
     def body(*refs: Any, **shared: Any) -> None:
         work.body(dict(zip(names, refs, strict=False)), refs[len(names) :], shared)
@@ -91,12 +90,12 @@ def backward(
         interpreted,
         out_type=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs[1:3]),
         scratch_types=work.scratch(),
-        grid=(workers,),
+        grid=(units.workers,),
         grid_names=("block",),
         num_threads=HOLDERS + 1,
         thread_name="warpgroup",
     )
-    d_key, d_value = run(*arrays.values(), d_query, turn)
+    d_key, d_value = run(*arrays.values(), d_query)
     d_query = (d_query[...][:, :t] * spec.softmax_scale).astype(inputs.query.dtype)
     return Inputs(d_query, d_key, d_value, sinks=None, mask=None)
 
@@ -129,9 +128,8 @@ class _Joint:
     results: Any
     shared: Any
 
-    def __init__(self, spec, tiles: Joint, operands, inputs, lists, who, interpreted):
-        self.who = who
-        self.spec, self.tiles, self.operands = spec, tiles, operands
+    def __init__(self, spec, operands, inputs, lists, interpreted):
+        self.spec, self.operands = spec, operands
         self.dtype, self.interpreted = inputs.query.dtype, interpreted
         self.heads = inputs.key.shape[2]
         self.group = inputs.query.shape[2] // self.heads
@@ -139,33 +137,32 @@ class _Joint:
         of = lambda count, rows: tuple(
             gpu.Matrices(self.dtype, count, rows, dim, whole) for dim in dims
         )
-        self.held, self.moving = of(HOLDERS, ROWS), of(tiles.stages, QUERIES)
+        self.held, self.moving = of(HOLDERS, ROWS), of(STAGES, QUERIES)
         # Laid out as keys and queries are, with which they are multiplied.
         width = (gpu.swizzle(self.held[0].width) or 0) // 2
-        self.d_logits = gpu.shared_tile(
-            self.dtype, HOLDERS * tiles.slots, ROWS, QUERIES, width=width
-        )
+        self.d_logits = gpu.shared_tile(self.dtype, HOLDERS * SLOTS, ROWS, QUERIES, width=width)
         width = min(CHUNK, self.held[0].width)
         self.chunks = [(i, min(width, dims[0] - i)) for i in range(0, dims[0], width)]
+        self.ragged = inputs.key.shape[1] % KEYS != 0
         self.list_rows, self.list_heads, self.lines, self.blocks = lists
-        self.engine = gpu.EMULATION if interpreted else gpu.HARDWARE
+        self.engine = engine.EMULATION if interpreted else engine.HARDWARE
 
     def scratch(self) -> dict[str, Any]:
         """Shared memory and barriers."""
-        copies, stages, slots = sum(x.strips for x in self.held), self.tiles.stages, self.tiles.slots
+        copies = sum(one.strips for one in self.held)
         return {
             "held": tuple(gpu.allocate(self.interpreted, one) for one in self.held),
             "moving": tuple(gpu.allocate(self.interpreted, one) for one in self.moving),
             "d_logits": self.d_logits,
-            "sums": tuple(gpu.shared_numbers(QUERIES, width) for _, width in self.chunks),
-            "terms": gpu.plgpu.SMEM((stages, 2, QUERIES), jnp.float32),
+            "sums": tuple(engine.shared_numbers(QUERIES, width) for _, width in self.chunks),
+            "terms": gpu.plgpu.SMEM((STAGES, 2, QUERIES), jnp.float32),
             "held_here": gpu.barriers(HOLDERS, copies),
             "held_free": gpu.barriers(HOLDERS),
             "keys_done": gpu.barriers(1),
-            "moving_here": gpu.barriers(stages, copies + 1),
-            "moving_free": gpu.barriers(stages, HOLDERS),
-            "d_logits_here": gpu.barriers(slots, HOLDERS),
-            "d_logits_free": gpu.barriers(slots),
+            "moving_here": gpu.barriers(STAGES, copies + 1),
+            "moving_free": gpu.barriers(STAGES, HOLDERS),
+            "d_logits_here": gpu.barriers(SLOTS, HOLDERS),
+            "d_logits_free": gpu.barriers(SLOTS),
         }
 
     def body(self, refs: dict[str, Any], results: Any, shared: dict[str, Any]) -> None:
@@ -199,11 +196,11 @@ class _Joint:
         line, pair = lax.rem(unit, self.lines), lax.div(unit, self.lines)
         return lax.div(pair, self.heads), lax.rem(pair, self.heads), line
 
-    def each_head(self, row, head, line, program, carry):
+    def each_head(self, row, head, line, lap, program, carry):
         """`carry = program(list of tiles, carry)` for the query heads of a unit."""
 
         def one(query_head, carry):
-            return program(_Tiles(self, row, query_head, line), carry)
+            return program(Tiles(self, row, query_head, line, lap), carry)
 
         if self.group == 1:
             return one(head, carry)
@@ -213,7 +210,7 @@ class _Joint:
     def serve_unit(self, lap, step, unit):
         """Bring what is held and what is walked; sum up the gradients of queries, tile by tile."""
         row, head, line = self.unpack(unit)
-        plgpu, stages, shared = gpu.plgpu, self.tiles.stages, self.shared
+        plgpu, shared = gpu.plgpu, self.shared
 
         def keys_and_values():
             for w in range(HOLDERS):
@@ -224,74 +221,52 @@ class _Joint:
             for w in range(HOLDERS):
                 plgpu.barrier_wait(shared.held_here.at[w])
 
-        def of_head(tiles, carry):
+        def of_head(tiles, step):
             def fetch(j, step):
                 self.fetch(tiles, j, step)
                 return step + 1
 
-            lax.fori_loop(0, jnp.minimum(tiles.count, stages - 1), fetch, carry[0])
+            lax.fori_loop(0, jnp.minimum(tiles.count, STAGES - 1), fetch, step)
             # Only now: the memory of the keys before is free later than that of their queries.
             gpu.pl.when(tiles.head == head * self.group)(keys_and_values)
 
-            return lax.fori_loop(0, tiles.count, functools.partial(self.add, tiles), carry)
+            return lax.fori_loop(0, tiles.count, functools.partial(self.add, tiles), step)
 
-        step, last = self.each_head(row, head, line, of_head, (step, jnp.int32(-1)))
+        step = self.each_head(row, head, line, lap, of_head, step)
         plgpu.barrier_arrive(shared.keys_done.at[0])
-        self.pass_on(jnp.where(self.downward(row, head), -1, 1), last, 0)
         return step
-
-    def downward(self, row, head):
-        """Whether the units of a key head walk downward, in the order of their lines."""
-        return self.who.downward(row * self.heads + head)
 
     def fetch(self, tiles, j, step) -> None:
         """Begin to copy a tile of queries, when there is room."""
-        plgpu, stages, shared = gpu.plgpu, self.tiles.stages, self.shared
-        slot = lax.rem(step, stages)
-        rows = gpu.pl.ds(tiles.tile(j)[0] * QUERIES, QUERIES)
-        gpu.pl.when(step >= stages)(lambda: plgpu.barrier_wait(shared.moving_free.at[slot]))
+        plgpu, shared = gpu.plgpu, self.shared
+        slot = lax.rem(step, STAGES)
+        rows = gpu.pl.ds(tiles.tile(j)[0], QUERIES)
+        gpu.pl.when(step >= STAGES)(lambda: plgpu.barrier_wait(shared.moving_free.at[slot]))
         here = shared.moving_here.at[slot]
         for name, room in zip(("query", "d_out"), shared.moving, strict=True):
             room.fetch(self.refs[name], tiles.row, rows, tiles.head, slot, here)
         source = self.refs["terms"].at[tiles.row, tiles.head, :, rows]
         plgpu.copy_gmem_to_smem(source, shared.terms.at[slot], here)
 
-    def add(self, tiles, j, carry):
+    def add(self, tiles, j, step):
         """Add a tile's gradients of queries, from what the other warpgroups have left.
 
-        By then they no longer need the tile before, so that its room is free. The carry has the
-        step, and the number of the tile before, which others have not been told of.
+        By then they no longer need the tile before, so that its room is free.
         """
-        step, last = carry
         plgpu, shared = gpu.plgpu, self.shared
-        slot = lax.rem(step, self.tiles.slots)
+        slot = lax.rem(step, SLOTS)
         plgpu.barrier_wait(shared.d_logits_here.at[slot])
-        ahead = self.tiles.stages - 1
+        ahead = STAGES - 1
         gpu.pl.when(j + ahead < tiles.count)(lambda: self.fetch(tiles, j + ahead, step + ahead))
-        block, _, turn = tiles.tile(j)
-        number = tiles.number(block)
-        rows, later = gpu.pl.ds(block * QUERIES, QUERIES), len(self.chunks) - 1
+        rows, later = gpu.pl.ds(tiles.tile(j)[0], QUERIES), len(self.chunks) - 1
         for i, (start, width) in enumerate(self.chunks):
             total = self.of_queries(slot, start, width)
             if i == later:
                 plgpu.barrier_arrive(shared.d_logits_free.at[slot])
-                self.pass_on(tiles.stride, last, later)
-            if i == 0 and self.tiles.ordered:
-                self.engine.wait_for_number(self.refs["turn"].at[number], turn)
             columns = gpu.pl.ds(start, width)
             target = self.refs["d_query"].at[tiles.row, rows, tiles.head, columns]
             self.engine.add_through(shared.sums[i], target, total, later)
-        return step + 1, number
-
-    def pass_on(self, stride, number, unfinished) -> None:
-        """Wait until what was added is there, and let others add to that tile."""
-        if not self.tiles.ordered:
-            return
-
-        @gpu.pl.when(number >= 0)
-        def _added():
-            gpu.plgpu.wait_smem_to_gmem(unfinished)
-            self.engine.add_number(self.refs["turn"].at[number], -stride)
+        return step + 1
 
     def of_queries(self, slot, start, width):
         """A tile's gradients of logits times keys, some columns of it."""
@@ -312,16 +287,16 @@ class _Joint:
         gpu.plgpu.barrier_wait(self.shared.held_here.at[warpgroup])
         sums = tuple(gpu.full((ROWS, self.held[i].columns), 0.0) for i in (1, 0))
 
-        walked = functools.partial(_Walked, self, warpgroup, unit)
+        walked = functools.partial(Walked, self, warpgroup, unit)
 
-        first = _Tiles(self, row, head * self.group, line)
+        first = Tiles(self, row, head * self.group, line, lap)
         carry = walked(first).first_tile(step, sums)
 
         def of_head(tiles, carry):
             begin = jnp.where(tiles.head == first.head, 1, 0)
             return lax.fori_loop(begin, tiles.count, walked(tiles).next_tile, carry)
 
-        carry = self.each_head(row, head, line, of_head, carry)
+        carry = self.each_head(row, head, line, lap, of_head, carry)
         step, sums = walked(first).last_tile(*carry)
         # Unpacked again, so that only one number stays in a register meanwhile.
         row, head, line = self.unpack(lax.optimization_barrier(unit))
@@ -343,147 +318,3 @@ class _Joint:
             shared.held[i].store(self.results[i], row, rows, head, warpgroup)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(shared.held_free.at[warpgroup])
-
-
-class _Tiles:
-    """The tiles of one line and query head, in the order in which they are walked."""
-
-    def __init__(self, work: _Joint, row, head, line):
-        self.work, self.row, self.head = work, row, head
-        list_row = row if work.list_rows > 1 else 0
-        list_head = head if work.list_heads > 1 else 0
-        list_ = (list_row * work.list_heads + list_head) * work.lines + line
-        self.count = work.refs["count"][list_]
-        downward = work.downward(row, lax.div(head, work.group))
-        self.first = list_ * work.blocks + jnp.where(downward, self.count - 1, 0)
-        self.stride = jnp.where(downward, -1, 1)
-
-    def tile(self, j):
-        """Block, whether partial, and turn; see `unpack`."""
-        return unpack(self.work.refs["tiles"][self.first + j * self.stride])
-
-    def number(self, block):
-        """The tile among those of all rows and heads."""
-        work = self.work
-        return ((self.row * work.heads * work.group) + self.head) * work.blocks + block
-
-
-class _Walked:
-    """One warpgroup's walk over the tiles of one query head."""
-
-    def __init__(self, work: _Joint, warpgroup, unit, tiles: _Tiles):
-        self.work, self.warpgroup, self.unit, self.walk = work, warpgroup, unit, tiles
-        self.tiles, self.shared, self.engine = work.tiles, work.shared, work.engine
-        self.shape = (ROWS, QUERIES)
-
-    def first_tile(self, step, sums):
-        """All of a tile but its part of the sum of keys."""
-        (logits,) = self.with_logits(0, step, (), lambda sums: None)
-        return step + 1, (self.gradients(step, sums[0], logits), sums[1])
-
-    def next_tile(self, j, carry):
-        """The same, with what was left of the tile before beside its first product."""
-        step, sums = carry
-        d_key, logits = self.with_logits(
-            j, step, sums[1:], lambda sums: self.add_keys(sums[0], step - 1)
-        )
-        gpu.plgpu.barrier_arrive(self.shared.moving_free.at[self.slot(step - 1)])
-        return step + 1, (self.gradients(step, sums[0], logits), d_key)
-
-    def last_tile(self, step, sums):
-        """What is left of the last one."""
-        (d_key,), _ = self.engine.run(
-            lambda sums, values: self.add_keys(sums[0], step - 1), sums[1:]
-        )
-        gpu.plgpu.barrier_arrive(self.shared.moving_free.at[self.slot(step - 1)])
-        return step, (sums[0], d_key)
-
-    def slot(self, step):
-        return lax.rem(step, self.tiles.stages)
-
-    def with_logits(self, j, step, sums, begin) -> tuple:
-        """`sums` after what `begin` does to them, and beside that the products of a tile's logits.
-
-        They are the logits less the log-sum-exp, in units of products; -inf where a pair is hidden.
-        """
-        slot = self.slot(step)
-        hidden = self.hidden(j)
-        gpu.plgpu.barrier_wait(self.shared.moving_here.at[slot])
-
-        def both(accumulators, values):
-            begin(accumulators[:-1])
-            self.product(0, accumulators[-1], slot)
-
-        start = self.term(0, slot)
-        start = start if hidden is None else start + hidden
-        return self.engine.run(both, (*sums, start))[0]
-
-    def product(self, i, accumulator, slot) -> None:
-        # Not known to be the same in every tile: what follows from it would be kept in registers.
-        mine = lax.optimization_barrier(self.warpgroup)
-        held, moving = self.shared.held[i], self.shared.moving[i]
-        self.engine.inner(accumulator, held, mine, moving, slot)
-
-    def add_keys(self, d_key, step) -> None:
-        """Begin to add to the sum of keys, from the gradients of logits in shared memory."""
-        left = self.shared.d_logits.at[self.own_room(step)]
-        self.engine.plain(d_key, left, self.shared.moving[0], self.slot(step))
-
-    def own_room(self, step):
-        return lax.rem(step, self.tiles.slots) * HOLDERS + self.warpgroup
-
-    def gradients(self, step, d_value, logits) -> jax.Array:
-        """The sum of values with a tile added; leaves the gradients of the tile's logits."""
-        shared, dtype, slot = self.shared, self.work.dtype, self.slot(step)
-        factor = self.work.spec.softmax_scale * LOG2_E
-        weights = lax.optimization_barrier(jnp.exp2(logits * factor).astype(dtype))
-        # A branch, over which nothing is moved: before it there is no room for the next product.
-        self.wait_for_room(step)
-
-        def both(accumulators, values):
-            d_value, d_weights = accumulators
-            self.product(1, d_weights, slot)
-            self.engine.outer(d_value, weights, shared.moving[1], slot)
-            d_weights = self.engine.read(d_weights, shared.moving[1].shape.strips)
-            d_logits = (weights.astype(jnp.float32) * d_weights).astype(dtype)
-            self.leave(step, d_logits)
-
-        (d_value, _), _ = self.engine.run(both, (d_value, self.term(1, slot)))
-        return d_value
-
-    def wait_for_room(self, step) -> None:
-        slots, free = self.tiles.slots, self.shared.d_logits_free
-        slot = lax.rem(step, slots)
-        gpu.pl.when(step >= slots)(lambda: gpu.plgpu.barrier_wait(free.at[slot]))
-
-    def leave(self, step, d_logits) -> None:
-        """Gradients of logits, for who sums up those of queries."""
-        shared = self.shared
-        shared.d_logits.at[self.own_room(step)][...] = d_logits
-        gpu.plgpu.commit_smem()
-        gpu.plgpu.barrier_arrive(shared.d_logits_here.at[lax.rem(step, self.tiles.slots)])
-
-    def hidden(self, j):
-        """-inf where the mask hides a pair, 0 elsewhere; None without a mask."""
-        if not self.work.operands.masked:
-            return None
-        block, hides, _ = self.walk.tile(j)
-        zero = lambda: gpu.full(self.shape, 0.0)
-
-        def partial():
-            visible = self.mask().visible(block * QUERIES)
-            return jnp.where(visible, zero(), -jnp.inf)
-
-        return lax.cond(hides != 0, partial, zero)
-
-    def mask(self) -> Tile:
-        """What says which pairs are hidden; nothing of it stays in registers."""
-        work, (unit, head) = self.work, lax.optimization_barrier((self.unit, self.walk.head))
-        row, _, line = work.unpack(unit)
-        first_row = line * KEYS + self.warpgroup * ROWS
-        return Tile(work.spec, work.operands, work.refs, row, head, first_row, QUERIES, True)
-
-    def term(self, i, slot):
-        """A number for each query, along the columns."""
-        part = gpu.load(self.shared.terms.at[slot, i], gpu.columns_layout())
-        return gpu.along_columns(part, self.shape)
