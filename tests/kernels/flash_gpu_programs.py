@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.kernels.flash_attention import pallas_gpu
+from ejkernel.kernels.flash_attention import pallas_gpu, pallas_gpu_joint
 from ejkernel.kernels.flash_attention.inputs import Dropout, Inputs, Outputs, Spec
 from ejkernel.kernels.flash_attention.pallas_gpu_forward import forward
+from ejkernel.ops.config import BwdParams
 from ejkernel.ops.platform import Device
 from ejkernel.types.rules import Band, Chunks, Dense, Everything, KeyLength, Segments
 
@@ -152,6 +153,9 @@ def _programs():
                 sizes = f"{params.q_blocksize}x{params.kv_blocksize}x{params.num_stages}"
                 run = functools.partial(backward_program, params, name, **dims)
                 yield f"backward-{name}-{head_dim}-{value_dim}-{sizes}", run
+            if name != "sinks" and pallas_gpu_joint.why_not(inputs, spec) is None:
+                run = functools.partial(backward_program, BwdParams(ordered=False), name, **dims)
+                yield f"joint-{name}-{head_dim}-{value_dim}-64x128", run
 
 
 PROGRAMS = dict(_programs())
