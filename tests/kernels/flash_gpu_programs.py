@@ -75,7 +75,8 @@ def _random_mask():
     return Dense(jnp.asarray(np.random.default_rng(0).random((1, 1, 4096, 4096)) < 0.5))
 
 
-BIASES = {"bias": (1, 8, 4096, 4096), "bias_of_keys": (2, 1, 1, 4096)}
+PAIRS = (1, 8, 4096, 4096)
+BIASES = {"bias": PAIRS, "bias_of_keys": (2, 1, 1, 4096), "everything": PAIRS}
 # Functions, because some masks are large.
 FEATURES = {
     "full": dict,
@@ -93,6 +94,13 @@ FEATURES = {
     "soft_cap": lambda: {"soft_cap": 50.0, "mask": CAUSAL},
     "sinks": lambda: {"sinks": True, "mask": Band(-127, 0)},
     "dropout": lambda: {"dropout": True, "mask": CAUSAL},
+    "everything": lambda: {
+        "bias": BIASES["bias"],
+        "sinks": True,
+        "dropout": True,
+        "soft_cap": 50.0,
+        "mask": Band(-1023, 0),
+    },
     "float16": lambda: {"dtype": jnp.float16, "mask": CAUSAL},
     "odd": lambda: {"queries": 4093, "mask": CAUSAL},
 }
@@ -139,7 +147,8 @@ def _programs():
             yield f"forward-decode-{head_dim}-{value_dim}-{sizes}", run
         for name in FEATURES if head_dim in (128, 256) else DIFFERENT:
             extras = {"queries": 4093} if name == "odd" else {}
-            extras |= {"soft_cap": 50.0} if name == "soft_cap" else {"dropout": name == "dropout"}
+            extras |= {"soft_cap": 50.0} if name in ("soft_cap", "everything") else {}
+            extras |= {"dropout": name in ("dropout", "everything")}
             extras |= {"bias": BIASES.get(name)}
             extras |= {} if name == "full" else {"mask": CAUSAL}
             inputs, spec = call(**extras, **dims)

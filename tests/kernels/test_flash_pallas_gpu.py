@@ -240,7 +240,7 @@ def test_every_kernel_of_the_backward_fits_shared_memory(head_dim, value_dim):
     for params in pallas_gpu.IMPLEMENTATION.backward.choices(inputs, spec, H200):
         of_keys, of_queries = pallas_gpu.chosen_backward_tiles(inputs, spec, params)
         parts = [OF_VALUES, OF_KEYS] if len(of_keys) == 2 else [OF_KEYS_AND_VALUES]
-        with_sinks = dataclasses.replace(OF_QUERIES, rows=True)
+        with_sinks = dataclasses.replace(OF_QUERIES, rows="weights")
         for part, tiles in zip((*parts, with_sinks), (*of_keys, of_queries), strict=True):
             stages = part.stages(tiles, (head_dim, value_dim))
             assert stages is not None
@@ -368,6 +368,15 @@ INTERPRETED = {
     "dims_apart": {"queries": 128, "head_dim": 96, "value_dim": 64},
     "results_among_queries": {"queries": 128, "head_dim": 256},
     "wide": {"head_dim": 256, "mask": Band(None, 0), "sinks": True},
+    "everything": {
+        "queries": 128,
+        "head_dim": 256,
+        "bias": (1, 2, 128, 128),
+        "sinks": True,
+        "dropout": True,
+        "soft_cap": 2.0,
+        "mask": Band(-40, 0),
+    },
     "wide_heads": {"queries": 128, "head_dim": 256, "value_dim": 64},
     "wide_values": {"queries": 128, "head_dim": 64, "value_dim": 256},
     "few_queries": {"queries": 8, "keys": 200, "mask": Band(None, 192)},
@@ -432,7 +441,10 @@ def test_interpreted_it_computes_gradients(name):
 
 @needs_interpreter
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["causal", "packed", "dims_apart", "odd_lengths"])
+@pytest.mark.parametrize(
+    "name",
+    ["causal", "packed", "dims_apart", "odd_lengths", "soft_cap_masked", "wide", "bias_of_rows"],
+)
 def test_every_access_is_ordered_by_a_barrier(name, monkeypatch):
     monkeypatch.setattr(mosaic_gpu, "detect_races", True)
     inputs, spec = _interpreted_call(name)

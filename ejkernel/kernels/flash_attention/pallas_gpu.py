@@ -179,7 +179,8 @@ def chosen_backward_tiles(
     q_blocksize, kv_blocksize = params.q_blocksize or 64, params.kv_blocksize or 64
     head, value = (dim // 2 for dim in _dims(inputs))
     choose = functools.partial(_backward_tiles, inputs, spec, params.num_stages)
-    if head + value + 64 <= _ROOM:
+    capped_and_dropped = inputs.dropout is not None and spec.logits_soft_cap is not None
+    if head + value + (80 if capped_and_dropped else 64) <= _ROOM:
         of_keys = (choose(OF_KEYS_AND_VALUES, head + value, q_blocksize, 1.5),)
     else:
         of_keys = (

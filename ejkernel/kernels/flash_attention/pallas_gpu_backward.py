@@ -26,7 +26,7 @@ from ejkernel.kernels.flash_attention.pallas_gpu_backward_kernel import (
     Tiles,
     starts_with_lse,
 )
-from ejkernel.kernels.flash_attention.pallas_gpu_bias import bias_gradient, together
+from ejkernel.kernels.flash_attention.pallas_gpu_bias import ALONE, bias_gradient, together
 from ejkernel.kernels.flash_attention.pallas_gpu_tile import LOG2_E, Operands
 from ejkernel.kernels.flash_attention.pallas_gpu_walk import Units, visibility, walk, walk_columns
 from ejkernel.types.rules import Everything
@@ -58,8 +58,12 @@ def backward(
         d_value, d_key = kernel(OF_KEYS_AND_VALUES, *of_keys)
     else:
         (d_value,), (d_key,) = map(kernel, (OF_VALUES, OF_KEYS), of_keys)
-    with_sinks = inputs.sinks is not None
-    d_query, *sums = kernel(dataclasses.replace(OF_QUERIES, rows=with_sinks), of_queries)
+    of_sinks = None if inputs.sinks is None else "weights"
+    if of_sinks and _many_registers(inputs, spec):
+        (d_query,) = kernel(OF_QUERIES, of_queries)
+        sums = kernel(Part(for_keys=False, summed=(), rows=of_sinks), ALONE)
+    else:
+        d_query, *sums = kernel(dataclasses.replace(OF_QUERIES, rows=of_sinks), of_queries)
     d_sinks = None
     if inputs.sinks is not None:
         # What weights and their gradients sum to, less what they began with.
@@ -68,6 +72,12 @@ def backward(
         d_sinks = per_sink(-((1.0 - terms.share) * taken).sum((0, 2)), inputs.sinks)
     d_bias = None if inputs.bias is None else bias_gradient(kernel, inputs, spec)
     return Inputs(d_query, d_key, d_value, bias=d_bias, sinks=d_sinks, mask=None)
+
+
+def _many_registers(inputs: Inputs, spec: Spec) -> bool:
+    """Whether a kernel of queries has none for weights that differ from what it sums."""
+    wide = inputs.query.shape[3] > 192
+    return wide and inputs.dropout is not None and spec.logits_soft_cap is not None
 
 
 class _Terms(NamedTuple):

@@ -5,7 +5,7 @@ import functools
 import itertools
 import operator
 import types
-from typing import Any
+from typing import Any, Literal
 
 from jax import lax
 
@@ -50,13 +50,14 @@ class Part:
         summed: the gradients that are summed, in order: that of values from weights, that of
             keys or queries from the gradients of logits.
         logits: whether the gradients of logits are a result themselves, tile by tile.
-        rows: whether a number for each row held, of each query head, is a result.
+        rows: what of each row held, of each query head, is summed to a number: gradients of
+            logits, or weights times their gradients.
     """
 
     for_keys: bool
     summed: tuple[int, ...]
     logits: bool = False
-    rows: bool = False
+    rows: Literal["logits", "weights"] | None = None
 
     @property
     def products(self) -> tuple[int, ...]:

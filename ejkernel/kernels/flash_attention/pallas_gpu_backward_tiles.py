@@ -111,10 +111,8 @@ class Walked:
         left, taken = self.gradients_of(weights, j, step, product(1), taken)
         left = [x.astype(self.work.dtype) for x in left]
         self.free(self.brief, step)
-        self.wait(self.late, step)
-        sums, _ = self.engine.run(
-            lambda refs, values: self.sum_up(refs, left, step, self.part.summed), sums
-        )
+        add = lambda sums, values: self.sum_up(sums, left, step, self.part.summed)
+        sums, _ = self.engine.run(add, sums)
         self.free(self.part.summed, step)
         return step + 1, sums, taken
 
@@ -241,7 +239,8 @@ class Walked:
     @property
     def ahead(self) -> bool:
         """Whether what the next tile begins with is waited for in the middle of this one."""
-        return self.part.summed == (0,) and not self.tiles.overlap and not self.narrow
+        short = self.narrow or (self.part.rows and self.work.dims[0] > 192)  # of registers
+        return self.part.summed == (0,) and not self.tiles.overlap and not short
 
     @property
     def narrow(self) -> bool:
@@ -294,8 +293,9 @@ class Walked:
             steep = jnp.abs(steep)
         d_logits = steep * d_weights
         if self.part.rows:
-            # Of the gradients of a bias there are the logits', of those of sinks the weights'.
-            numbers = d_logits if not self.part.summed else weights * d_weights
+            # Without a cap, both kinds are the same.
+            capped = self.part.rows == "weights" and self.work.spec.logits_soft_cap is not None
+            numbers = weights * d_weights if capped else d_logits
             taken = taken + gpu.reduce_rows(numbers, jnp.add, jnp.sum)
         if self.part.logits:
             self.work.put_logits(self.tile, self.place(j), d_logits)

@@ -21,7 +21,8 @@ from ejkernel.kernels.flash_attention.inputs import Inputs, Spec
 from ejkernel.kernels.flash_attention.pallas_gpu_backward_kernel import Part, Tiles
 from ejkernel.kernels.flash_attention.pallas_gpu_walk import Units, dealt
 
-TILES = Tiles(consumers=2, columns=64, stages=4, overlap=False)
+# Of a kernel that sums nothing.
+ALONE = Tiles(consumers=2, columns=64, stages=4, overlap=False)
 
 
 def bias_gradient(
@@ -31,10 +32,10 @@ def bias_gradient(
     bias: jax.Array = inputs.bias  # type: ignore[assignment]
     t, s = bias.shape[2:]
     if t > 1 and s > 1:
-        (whole,) = run(Part(for_keys=False, summed=(), logits=True), TILES)
+        (whole,) = run(Part(for_keys=False, summed=(), logits=True), ALONE)
         return whole[:, :, :t, :s].astype(bias.dtype)
     of_keys = s > 1
-    (rows,) = run(Part(for_keys=of_keys, summed=(), rows=True), TILES)
+    (rows,) = run(Part(for_keys=of_keys, summed=(), rows="logits"), ALONE)
     length = (inputs.key if of_keys else inputs.query).shape[1]
     rows = rows[..., None, :length] if of_keys else rows[..., :length, None]
     shared = [axis for axis, size in enumerate(bias.shape) if size == 1]
