@@ -63,6 +63,7 @@ def test_a_call_is_refused_with_its_reason(change, reason):
 def test_it_is_taken_where_bits_may_differ():
     """By default they may not; and cuDNN, whose bits differ too, goes first then."""
     backward = pallas_gpu.IMPLEMENTATION.backward
+    assert backward is not None
     call = (*programs.call(mask=CAUSAL), H200)
     assert backward.guess(*call, ordered=False) == UNORDERED
     assert backward.guess(*call).ordered is None
