@@ -224,7 +224,7 @@ def _geometry(inputs: Inputs, spec: Spec, shape: Shape) -> dict[str, Any]:
         "edge_stages": 1 if padded(max(head_dim, values.shape[-1])) <= 128 else None,
         # Few rows are cut into many parts, many rows into few.
         "combine_rows": 8 if shape.rows else 1,
-        "combine_parts": 1 if shape.rows else 16,
+        "combine_parts": 1 if shape.rows else 16 if padded(values.shape[-1]) <= 128 else 8,
     }
 
 

@@ -45,7 +45,7 @@ _Table = dict[int, list[Guess]]
 
 # Few queries for each sequence, on Hopper and Blackwell.
 _DECODE: _Table = {
-    64: [Guess(0, 128, 4, 3, 3), Guess(0, 64, 4, 4, 3)],
+    64: [Guess(0, 128, 4, 3, 2), Guess(0, 64, 4, 4, 3)],
     128: [Guess(0, 64, 4, 4, 2), Guess(0, 128, 4, 3, 1)],
     256: [Guess(0, 32, 4, 4, 2), Guess(0, 64, 4, 3, 1)],
 }
@@ -53,7 +53,7 @@ _DECODE: _Table = {
 _CROWDED = Guess(0, 64, 4, 3, 3)
 # A cache of eight bits: half the shared memory, and as much work on half the bytes.
 _BYTES_DECODE: _Table = {
-    64: [Guess(0, 128, 4, 3, 3), Guess(0, 64, 4, 4, 3)],
+    64: [Guess(0, 128, 4, 3, 2), Guess(0, 64, 4, 4, 3)],
     128: [Guess(0, 128, 4, 3, 2), Guess(0, 64, 4, 4, 3)],
     256: [Guess(0, 32, 4, 4, 2), Guess(0, 64, 4, 3, 2)],
 }
@@ -84,9 +84,10 @@ _SMALL_MIXED: _Table = {
 # Exact float32 has no tensor cores.
 _EXACT_DECODE: _Table = {
     64: [Guess(0, 32, 4, 2, 2)],
-    128: [Guess(0, 32, 8, 2, 1)],
+    128: [Guess(0, 16, 4, 2, 2)],
     256: [Guess(0, 16, 8, 2, 1)],
 }
+_EXACT_AMPERE = Guess(0, 32, 4, 2, 1)  # where that of Hopper would spill, at head dims to 128
 _EXACT_MIXED: _Table = {
     64: [Guess(32, 32, 4, 2, 2)],
     128: [Guess(32, 16, 8, 2, 1)],
@@ -127,6 +128,8 @@ def guesses(inputs: Inputs, spec: Spec, device: Device) -> list[Guess]:
     decode = is_decode(inputs, spec)
     width = max(64, padded(max(inputs.query.shape[3], values_of(inputs).shape[-1])))
     if np.dtype(inputs.query.dtype).itemsize == 4:
+        if decode and width == 128 and capability(device) < (9, 0):
+            return [_EXACT_AMPERE]
         return (_EXACT_DECODE if decode else _EXACT_MIXED)[width]
     if capability(device) not in ((9, 0), (10, 0), (10, 3)):
         return (_SMALL_DECODE if decode else _SMALL_MIXED)[width]
