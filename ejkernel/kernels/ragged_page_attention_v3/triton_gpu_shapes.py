@@ -85,7 +85,7 @@ _SMALL_MIXED: _Table = {
 _EXACT_DECODE: _Table = {
     64: [Guess(0, 32, 4, 2, 2)],
     128: [Guess(0, 16, 4, 2, 2)],
-    256: [Guess(0, 16, 8, 2, 1)],
+    256: [Guess(0, 16, 4, 2, 1)],
 }
 _EXACT_AMPERE = Guess(0, 32, 4, 2, 1)  # where that of Hopper would spill, at head dims to 128
 _EXACT_MIXED: _Table = {
