@@ -115,6 +115,13 @@ def figures(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             ),
             ("flash_moves", "the same, vector loads and stores", [full], moves, 1.0),
             (
+                "flash_default_moves",
+                "flash forward, full tile of 1024 x 1024, the default, vector loads and stores",
+                [("flash_1024x1024", "full")],
+                moves,
+                1.0,
+            ),
+            (
                 "flash_partial",
                 "flash forward, causal tile, bundles",
                 [("flash_causal", "partial")],
@@ -127,6 +134,13 @@ def figures(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 [("flash_backward", "full")],
                 bundles,
                 1.1,
+            ),
+            (
+                "flash_backward_moves",
+                "the same, vector loads and stores",
+                [("flash_backward", "full")],
+                moves,
+                1.0,
             ),
             (
                 "grouped",
