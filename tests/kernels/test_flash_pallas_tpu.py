@@ -94,19 +94,28 @@ def test_many_tiles_give_what_the_reference_defines(workload, dtype):
 
 @pytest.mark.tpu
 @pytest.mark.parametrize("side", [128, 256])
-@pytest.mark.parametrize("options", [{"causal": True}, {"dropout_prob": 0.3, "dropout_seed": 7}])
+@pytest.mark.parametrize(
+    "options",
+    [{"causal": True, "bias": normal(1, 1, 500, 650)}, {"dropout_prob": 0.3, "dropout_seed": 7}],
+    ids=["bias", "dropout"],
+)
 def test_squares_of_a_tile_give_what_the_reference_defines(options, side):
     """Several strips of queries, the last a short one, and more keys than go together."""
     shapes = attention(q_len=500, kv_len=650, heads=1, kv_heads=1, value_dim=16)
-    workload = Workload("squares", shapes | {"bias": normal(1, 1, 500, 650)} | options)
+    workload = Workload("squares", shapes | options)
     call = lambda seed: default_executor().invocation(flash_attention, **workload.build(seed))
-    params = FwdParams(q_blocksize=384, kv_blocksize=640, blocksize_m=side)
-    request = Request(platform="pallas", cfg=FlashAttentionConfig(fwd_params=params))
+    sizes = {"q_blocksize": 384, "kv_blocksize": 640}
+    config = FlashAttentionConfig(
+        fwd_params=FwdParams(**sizes, blocksize_m=side),
+        bwd_params=BwdParams(**sizes, blocksize_k=side, blocksize_m=768),
+    )
     mine = call(0)
+    run = lambda x: executor.run(mine.op, x, mine.spec, Request(platform="pallas", cfg=config))
     with settings.override(interpret=jax.default_backend() != "tpu"):
-        run = jax.jit(lambda x: executor.run(mine.op, x, mine.spec, request))
-        outputs = run(with_dtype(mine.inputs, jnp.bfloat16))
-    for deviation in Truth(call).of_values(outputs, jnp.bfloat16):
+        run = jax.jit(with_gradients(run))
+        outputs, gradients = run(with_dtype(mine.inputs, jnp.bfloat16))
+    truth, half = Truth(call), jnp.bfloat16
+    for deviation in (*truth.of_values(outputs, half), *truth.of_gradients(gradients, half)):
         assert deviation.fine, deviation
 
 

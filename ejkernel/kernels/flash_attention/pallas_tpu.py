@@ -2,7 +2,8 @@
 
 Tiles are multiples of 128 queries and keys. Forward, `blocksize_heads` query heads of a key head
 are worked on at once, in squares of `blocksize_m`, the width of the matrix unit; backward
-`blocksize_n` of them, and `blocksize_m` queries, whose gradient stays in VMEM.
+`blocksize_n` of them, and `blocksize_m` queries, whose gradient stays in VMEM, for a matrix unit
+that is `blocksize_k` wide.
 """
 
 import dataclasses
@@ -56,7 +57,7 @@ def forward(
     )
     vmem = _limit(_forward_bytes(inputs, size))
     call = Call(inputs, spec, size, vmem=vmem, settle=settle)
-    side = chosen.blocksize_m or core_of(device_of(jax.tree.leaves(inputs))).matrix
+    side = chosen.blocksize_m or _side(inputs)
     outputs = pallas_tpu_forward.forward(call, dtype or inputs.query.dtype, _tile(side))
     return outputs, outputs
 
@@ -80,8 +81,9 @@ def backward(
     )
     part = _up(chosen.blocksize_m or defaults.blocksize_m or 0, size.queries)
     vmem = _limit(_backward_bytes(inputs, size) + _kept_bytes(inputs, size, part))
+    side = _tile(chosen.blocksize_k or _side(inputs))
     gradients = pallas_tpu_backward.backward(
-        inputs, residuals, d_outputs, spec, size, part=part, vmem=vmem, settle=settle
+        inputs, residuals, d_outputs, spec, size, part=part, side=side, vmem=vmem, settle=settle
     )
     given = inputs._replace(mask=None, dropout=None)
     return jax.tree.map(lambda d, x: d.astype(dtype or x.dtype), gradients, given)
@@ -129,8 +131,14 @@ def heuristic_backward(inputs: Inputs, spec: Spec, device: Device | None) -> Bwd
         q_blocksize=size.queries,
         kv_blocksize=size.keys,
         blocksize_m=min(max(part, size.queries), _up(q_len, size.queries)),
+        blocksize_k=core_of(device).matrix,
         blocksize_n=size.heads,
     )
+
+
+def _side(inputs: Inputs) -> int:
+    """The width of the matrix unit of the device that a call is for."""
+    return core_of(device_of(jax.tree.leaves(inputs))).matrix
 
 
 def _limit(estimate: int) -> int:

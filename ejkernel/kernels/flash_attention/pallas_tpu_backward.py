@@ -6,6 +6,7 @@ Where it would not fit there, the queries are cut into parts that run one after 
 """
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from ejkernel.kernels.common.sinks import per_sink, share_of_keys
 from ejkernel.kernels.flash_attention import pallas_tpu_bias
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
 from ejkernel.kernels.flash_attention.pallas_tpu_call import (
+    LANES,
     LOG2_E,
     Call,
     Refs,
@@ -38,10 +40,14 @@ def backward(
     size: TileSize,
     *,
     part: int,
+    side: int,
     vmem: int,
     settle: Settle | None = None,
 ) -> Inputs:
-    """Gradients of a call in float32, `part` queries and `size.heads` of a group at a time."""
+    """Gradients of a call in float32, `part` queries and `size.heads` of a group at a time.
+
+    `side`: the width of the matrix unit.
+    """
     q_len = inputs.query.shape[1]
     rows = []
     for heads in _head_parts(inputs, size):
@@ -49,7 +55,7 @@ def backward(
         for start in range(0, q_len, part):
             cut, *of_rows = _cut(inputs, residuals, d_outputs, heads, start, part)
             call = Call(cut, spec, size, vmem=vmem, settle=settle, by_keys=True, first_query=start)
-            rows[-1].append(_part(call, *of_rows))
+            rows[-1].append(_part(call, side, *of_rows))
     order = np.argsort(np.concatenate(_head_parts(inputs, size)))
     assemble = lambda which, axis, heads_axis: jnp.concatenate(
         [jnp.concatenate([x[which] for x in row], axis) for row in rows], heads_axis
@@ -113,7 +119,7 @@ def _cut_bias(bias: Any, pick: Any, rows: Any) -> Any:
     return rows(bias, 2) if bias.shape[2] > 1 else bias
 
 
-def _part(call: Call, residuals: Outputs, d_outputs: Outputs) -> tuple:
+def _part(call: Call, side: int, residuals: Outputs, d_outputs: Outputs) -> tuple:
     """Gradients of query, key, value, bias and of what sinks take, for some of the queries."""
     inputs, spec, size = call.inputs, call.spec, call.size
     lse, delta, share = _row_terms(inputs, residuals, d_outputs)
@@ -155,7 +161,7 @@ def _part(call: Call, residuals: Outputs, d_outputs: Outputs) -> tuple:
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     results += [Result((call.batch, call.q_heads, *x[1:]), jnp.float32, anywhere) for x in resident]
     d_key, d_value, *d_rest = call.run(
-        functools.partial(_kernel, d_bias),
+        functools.partial(_kernel, d_bias, side),
         operands,
         results,
         [
@@ -186,7 +192,7 @@ def _part(call: Call, residuals: Outputs, d_outputs: Outputs) -> tuple:
     )
 
 
-def _kernel(d_bias: pallas_tpu_bias.BiasGradient, call: Call, refs: Refs) -> None:
+def _kernel(d_bias: pallas_tpu_bias.BiasGradient, side: int, call: Call, refs: Refs) -> None:
     query, d_out, key, value, lse, delta, *others = refs.inputs
     bias = others.pop(0) if call.inputs.bias is not None else None
     sinks = call.inputs.sinks is not None
@@ -197,7 +203,13 @@ def _kernel(d_bias: pallas_tpu_bias.BiasGradient, call: Call, refs: Refs) -> Non
         d_bias = d_bias.at(here, rest.pop(0), scratch)
     results, rest = rest[: 1 + sinks], rest[1 + sinks :]
     d_keys, d_values, key_t, *resident = rest
-    rows = pl.ds(pl.multiple_of(here.tile.queries * call.size.queries, 128), call.size.queries)
+    start = here.tile.queries * call.size.queries
+    # A tile in parts, as wide as a matrix unit of 256, has a tenth of the spills; one of 128 is
+    # faster with whole tiles, as is the gradient of a bias.
+    whole = side <= LANES or bias is not None
+    count = call.size.queries
+    width = count if whole else side
+    strips = [slice(x, min(x + width, count)) for x in range(0, count, width)]
 
     @pl.when(here.first_of_row)
     def _():
@@ -209,36 +221,42 @@ def _kernel(d_bias: pallas_tpu_bias.BiasGradient, call: Call, refs: Refs) -> Non
     def _():
         d_keys[...] = jnp.zeros_like(d_keys)
         d_values[...] = jnp.zeros_like(d_values)
-        keys = _within(key[...], here.tile.keys, call.kv_len if call.ragged_keys else None)
+        end = call.kv_len if call.ragged_keys else None
+        keys = _within(key[...], here.tile.keys * call.size.keys, end)
         key_t[...] = keys.T
         d_bias.begin()
 
     def visit(masked: bool) -> None:
         q_end = call.q_len if masked and call.ragged_queries else None
         k_end = call.kv_len if masked and call.ragged_keys else None
-        keys, values = (_within(x[...], here.tile.keys, k_end) for x in (key, value))
+        first = here.tile.keys * call.size.keys
+        keys, values = (_within(x[...], first, k_end) for x in (key, value))
         allowed = call.allowed(here.tile, refs) if masked else None
         d_bias.load()
-        for head in range(call.size.heads):
-            queries, d_outs = (_within(x[head], here.tile.queries, q_end) for x in (query, d_out))
+        for head, strip in itertools.product(range(call.size.heads), strips):
+            at = lambda x, strip=strip: x if x.shape[1] == 1 else x[:, strip]
+            queries, d_outs = (
+                _within(x[head, strip], start + strip.start, q_end) for x in (query, d_out)
+            )
             products = product(keys, queries, transpose_right=True)
             of_head = None if bias is None else bias[head if bias.shape[0] > 1 else 0]
             logits, slope = call.logits(products, of_head)
             if allowed is not None:
-                logits = jnp.where(allowed, logits, -jnp.inf)
-            weights = used = jnp.exp2(logits - lse[head])
+                logits = jnp.where(at(allowed), logits, -jnp.inf)
+            weights = used = jnp.exp2(logits - lse[head, :, strip])
             d_weights = product(values, d_outs, transpose_right=True)
             if call.inputs.dropout is not None:
-                kept = call.kept(here.tile, head, refs)
+                kept = at(call.kept(here.tile, head, refs))
                 grow = 1 / (1 - call.spec.dropout_prob)
                 used, d_weights = (jnp.where(kept, x * grow, 0.0) for x in (used, d_weights))
             d_values[...] += product(used.astype(d_outs.dtype), d_outs)
+            rows = pl.ds(pl.multiple_of(start + strip.start, 128), queries.shape[0])
             if sinks:
                 resident[1][head, :, rows] += (weights * d_weights).sum(0, keepdims=True)
-            d_logits = weights * (d_weights - delta[head])
+            d_logits = weights * (d_weights - delta[head, :, strip])
             if slope is not None:
                 # A bias past the end may be no number, and so is then its slope.
-                d_logits *= slope if allowed is None else jnp.where(allowed, slope, 0.0)
+                d_logits *= slope if allowed is None else jnp.where(at(allowed), slope, 0.0)
             d_bias.add(head, d_logits)
             d_logits = d_logits.astype(queries.dtype)
             d_keys[...] += product(d_logits, queries)
@@ -267,11 +285,11 @@ def _kernel(d_bias: pallas_tpu_bias.BiasGradient, call: Call, refs: Refs) -> Non
         d_bias.end_row()
 
 
-def _within(x: jax.Array, block, end: int | None) -> jax.Array:
-    """The rows of a block, 0 past the end: anything may lie there, and 0 times NaN is NaN."""
+def _within(x: jax.Array, start: Any, end: int | None) -> jax.Array:
+    """Rows from `start` on, 0 past the end: anything may lie there, and 0 times NaN is NaN."""
     if end is None:
         return x
-    row = block * x.shape[0] + jax.lax.broadcasted_iota(jnp.int32, (x.shape[0], 1), 0)
+    row = start + jax.lax.broadcasted_iota(jnp.int32, (x.shape[0], 1), 0)
     return jnp.where(row < end, x, jnp.zeros_like(x))
 
 
