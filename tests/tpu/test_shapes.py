@@ -8,15 +8,19 @@ from tpu.random_shapes import KERNELS, fits, random_call
 
 pytestmark = [needs_libtpu, pytest.mark.tpu]
 
-# Of those whose code others share; a few of the others.
-CALLS = {"grouped_matmul": 20, "ragged_page_attention_v3": 20, "gla_attention": 20}
+# So many are compiled each time, most of them of kernels that others share; the rest is slow.
+CALLS = {"grouped_matmul": 20, "ragged_page_attention_v3": 10, "gla_attention": 10}
 CALLS |= {"flash_attention": 10}
 
 
-@pytest.mark.parametrize(
-    ("kernel", "number"),
-    [(kernel, number) for kernel in KERNELS for number in range(CALLS.get(kernel, 1))],
-)
+def calls():
+    for kernel in KERNELS:
+        for number in range(20):
+            marks = () if number < CALLS.get(kernel, 1) else pytest.mark.slow
+            yield pytest.param(kernel, number, marks=marks)
+
+
+@pytest.mark.parametrize(("kernel", "number"), list(calls()))
 def test_a_random_call_fits(kernel, number):
     generation = list(GENERATIONS)[number % len(GENERATIONS)]
     try:
