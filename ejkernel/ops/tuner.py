@@ -23,6 +23,7 @@ from ejkernel.ops.platform import Device, Platform
 
 _EPS = float(np.finfo(np.float32).eps)
 _HOPELESS = 3.0  # times the best so far
+_NEAR = 1.5  # a platform whose guess is slower than that by no more is worth looking at closely
 
 
 class Tuned(NamedTuple):
@@ -64,37 +65,66 @@ class Tuner:
 
     def _autotune(self, inv: Invocation, choices: list[Choice]) -> Tuned | None:
         arguments = _arguments(inv)
-        judge = _Judge(inv, choices, arguments)
+        race = _Race(self, inv, arguments, _Judge(inv, choices, arguments), len(choices))
+        groups: dict[int, list[Choice]] = {}
+        for choice in choices:
+            groups.setdefault(id(choice.source), []).append(choice)
         # What runs anywhere is mostly slow on an accelerator: last, it need not be timed for long.
-        choices = sorted(choices, key=lambda choice: choice.source.platform is Platform.XLA)
-        measured: list[tuple[Choice, float]] = []
-        dropped: list[tuple[Choice, str]] = []
-        runs = _compiled([_runner(inv, choice) for choice in choices], arguments, inv.device)
-        for number, (choice, compiled) in enumerate(zip(choices, runs, strict=True), 1):
-            try:
-                run = compiled()
-                reason = judge.objection(run(*arguments))
-                best = min((seconds for _, seconds in measured), default=float("inf"))
-                seconds = self._seconds(run, arguments, best) if reason is None else None
-            except Exception as error:  # whatever a candidate raises only costs it the race
-                reason, seconds = f"{type(error).__name__}: {error}".partition("\n")[0], None
-            if seconds is None:
-                dropped.append((choice, reason or ""))
-            else:
-                measured.append((choice, seconds))
-            _report(inv, number, len(choices), choice, seconds, reason)
-        if dropped:
-            said = "; ".join(f"{_name(choice)} ({reason})" for choice, reason in dropped)
+        ordered = sorted(groups.values(), key=lambda x: x[0].source.platform is Platform.XLA)
+        race.run([first for first, *_ in ordered])
+        race.run([x for first, *others in ordered if race.is_near(first) for x in others])
+        if race.dropped:
+            said = "; ".join(f"{_name(choice)} ({reason})" for choice, reason in race.dropped)
             warnings.warn(
-                f"{inv.op.identifier(inv.direction)}: dropped {len(dropped)} of {len(choices)} "
-                f"candidates while tuning: {said}.",
+                f"{inv.op.identifier(inv.direction)}: dropped {len(race.dropped)} of "
+                f"{len(choices)} candidates while tuning: {said}.",
                 TuningWarning,
                 stacklevel=2,
             )
-        if not measured:
+        if not race.measured:
             return None
-        best, seconds = min(measured, key=lambda pair: pair[1])
-        return Tuned(best, seconds, measured, dropped)
+        best, seconds = min(race.measured, key=lambda pair: pair[1])
+        return Tuned(best, seconds, race.measured, race.dropped)
+
+
+class _Race:
+    """Candidates that are compiled together, checked and timed one after the other."""
+
+    def __init__(
+        self, tuner: Tuner, inv: Invocation, arguments: tuple, judge: "_Judge", total: int
+    ) -> None:
+        self._tuner, self._inv, self._arguments, self._judge = tuner, inv, arguments, judge
+        self._total = total
+        self.measured: list[tuple[Choice, float]] = []
+        self.dropped: list[tuple[Choice, str]] = []
+
+    @property
+    def _best(self) -> float:
+        return min((seconds for _, seconds in self.measured), default=float("inf"))
+
+    def is_near(self, first: Choice) -> bool:
+        """Whether the others of its platform may still win; as well if the first did not run."""
+        seconds = [seconds for choice, seconds in self.measured if choice is first]
+        return not seconds or seconds[0] <= _NEAR * self._best
+
+    def run(self, choices: list[Choice]) -> None:
+        inv, arguments = self._inv, self._arguments
+        runs = _compiled([_runner(inv, choice) for choice in choices], arguments, inv.device)
+        for choice, compiled in zip(choices, runs, strict=True):
+            try:
+                run = compiled()
+                reason = self._judge.objection(run(*arguments))
+                seconds = None
+                if reason is None:
+                    seconds = self._tuner._seconds(run, arguments, self._best)
+            except Exception as error:  # whatever a candidate raises only costs it the race
+                reason, seconds = f"{type(error).__name__}: {error}".partition("\n")[0], None
+            if seconds is None:
+                self.dropped.append((choice, reason or ""))
+            else:
+                self.measured.append((choice, seconds))
+            number = len(self.measured) + len(self.dropped)
+            _report(inv, number, self._total, choice, seconds, reason)
 
 
 def _runner(inv: Invocation, choice: Choice) -> Any:

@@ -141,6 +141,32 @@ def test_a_candidate_that_is_wrong_is_never_timed():
     assert watch.seconds == []
 
 
+def test_a_platform_far_behind_is_not_looked_at_closely():
+    """Of the first 1.0 and 4.0 seconds; only the faster platform has its others timed."""
+    several = [FwdParams(q_blocksize=size) for size in (8, 16, 32)]
+    passes = {
+        platform: Pass(
+            run=xla.forward, heuristic=lambda *call: several[0], candidates=lambda *call: several
+        )
+        for platform in (Platform.PALLAS, Platform.TRITON)
+    }
+    sources = [
+        Source(platform, Backend.ANY, Implementation(forward=one))
+        for platform, one in passes.items()
+    ]
+    call = dataclasses.replace(
+        calls(OP)[0], op=OP.renamed("flash_attention", sources=[*sources, OP.sources[-1]])
+    )
+    call = dataclasses.replace(call, platform=None)
+    watch = Stopwatch(1.0, 4.0, 9.0, 0.9, 0.8)
+    watch._seconds = lambda run, arguments, best: watch.measure(run)
+    tuned = executor(watch, []).chooser.tune(call)
+    assert tuned is not None
+    assert (tuned.best.source.platform, tuned.best.params.q_blocksize) == (Platform.PALLAS, 32)
+    assert len(tuned.measurements) == 5
+    assert watch.seconds == []
+
+
 def test_one_platform_alone_is_still_compared_with_xla():
     """In float32, too, of which the platform may know nothing."""
 
