@@ -8,15 +8,15 @@ from tpu.random_shapes import KERNELS, fits, random_call
 
 pytestmark = [needs_libtpu, pytest.mark.tpu]
 
-# So many are compiled each time, most of them of kernels that others share; the rest is slow.
-CALLS = {"grouped_matmul": 20, "ragged_page_attention_v3": 10, "gla_attention": 10}
-CALLS |= {"flash_attention": 10}
+# Compiled each time, of the kernels that others share one for each generation; the rest is slow.
+SHARED = ("flash_attention", "gla_attention", "grouped_matmul", "ragged_page_attention_v3")
 
 
 def calls():
     for kernel in KERNELS:
         for number in range(20):
-            marks = () if number < CALLS.get(kernel, 1) else pytest.mark.slow
+            quick = number < (len(GENERATIONS) if kernel in SHARED else 1)
+            marks = () if quick else pytest.mark.slow
             yield pytest.param(kernel, number, marks=marks)
 
 
