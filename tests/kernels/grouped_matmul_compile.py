@@ -5,7 +5,7 @@ python grouped_matmul_compile.py [--guess] CAPABILITY CALL...    one line of JSO
 
 import jax
 import jax.numpy as jnp
-from triton_programs import collected, compile_calls
+from kernels.triton_programs import collected, compile_calls
 
 from ejkernel.kernels.grouped_matmul import triton_gpu
 from ejkernel.kernels.grouped_matmul.inputs import Inputs, Outputs, Spec, TransposedInputs

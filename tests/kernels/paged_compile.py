@@ -5,7 +5,7 @@ python paged_compile.py [--guess] CAPABILITY CALL...    one line of JSON for eac
 
 import jax
 import jax.numpy as jnp
-from triton_programs import collected, compile_calls
+from kernels.triton_programs import collected, compile_calls
 
 from ejkernel.kernels.ragged_page_attention_v3 import triton_gpu
 from ejkernel.kernels.ragged_page_attention_v3.inputs import CombinedInputs, Inputs, Spec

@@ -6,7 +6,7 @@ donated to it become results.
 
 import jax
 import jax.numpy as jnp
-from triton_programs import kernels, lowered
+from kernels.triton_programs import kernels, lowered
 
 from ejkernel.modules import (
     page_attention,

@@ -5,7 +5,7 @@ python triton_compile.py [--guess] CAPABILITY CALL...    one line of JSON for ea
 
 import jax
 import jax.numpy as jnp
-from triton_programs import collected, compile_calls
+from kernels.triton_programs import collected, compile_calls
 
 from ejkernel.kernels.common.dropout import Dropout
 from ejkernel.kernels.flash_attention import triton_gpu

@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from triton_programs import kernels, lowered
+from kernels.triton_programs import kernels, lowered
 
 from ejkernel.modules import flash_attention
 
