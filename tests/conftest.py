@@ -18,7 +18,7 @@ _tests_run = itertools.count(1)
 
 
 @pytest.fixture(autouse=True)
-def _private_cache(tmp_path, monkeypatch):
+def _settings_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "cache"))
     if jax.default_backend() == "gpu":  # where calls are tuned, which compiles every candidate
         monkeypatch.setenv("EJKERNEL_AUTOTUNE_POLICY", "heuristics")

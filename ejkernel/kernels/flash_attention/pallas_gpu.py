@@ -237,7 +237,8 @@ def unordered_backward(inputs: Inputs, spec: Spec, device: Device) -> BwdParams 
 
 
 def _joint(inputs: Inputs, spec: Spec) -> bool:
-    return pallas_gpu_joint.why_not(inputs, spec) is None
+    """Whether one kernel can serve, and may: its bits differ from run to run."""
+    return not settings.deterministic() and pallas_gpu_joint.why_not(inputs, spec) is None
 
 
 def behind_backward(inputs: Inputs, spec: Spec, device: Device) -> frozenset[Platform]:
@@ -246,7 +247,7 @@ def behind_backward(inputs: Inputs, spec: Spec, device: Device) -> frozenset[Pla
     That decides between 64 and 128 columns: narrower heads are bound by the exponentials, wider
     ones by what it does with them. And of packed documents it computes more.
     """
-    if _joint(inputs, spec) and not settings.deterministic():
+    if _joint(inputs, spec):
         return frozenset()
     between = 128 < sum(_dims(inputs)) <= 256
     packed = "segments" in (inputs.mask or Everything()).features()
