@@ -17,12 +17,6 @@ import functools
 import importlib.metadata
 import importlib.util
 import json
-import os
-import statistics
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from filelock import FileLock
+from programs import by_workers, seconds_of
 
 from ejkernel.kernels.ragged_page_attention_v3 import triton_gpu
 from ejkernel.modules import flash_attention, ragged_page_attention_v3
@@ -182,24 +177,16 @@ def device_times(run: Callable, *args: Any, calls: int = 12) -> dict[str, float]
 
         _, found = measure(run, aggregate=False, iterations=calls)(*args)
     except Exception as failure:  # not on every machine
-        return {"all": 1e3 * seconds_of(run, *args), f"without CUPTI: {failure}"[:60]: 0.0}
+        return {
+            "all": 1e3 * seconds_of(functools.partial(run, *args)),
+            f"without CUPTI: {failure}"[:60]: 0.0,
+        }
     assert found is not None
     middle = sorted(found, key=lambda one: sum(ms for _, ms in one))[len(found) // 2]
     times: dict[str, float] = {"all": sum(ms for _, ms in middle)}
     for name, ms in middle:
         times[name[:24]] = times.get(name[:24], 0.0) + ms
     return times
-
-
-def seconds_of(run: Callable, *args: Any) -> float:
-    """Seconds of one call among many back to back; the median of several samples."""
-    jax.block_until_ready([run(*args) for _ in range(3)])
-    samples = []
-    for _ in range(5):
-        begin = time.perf_counter()
-        jax.block_until_ready([run(*args) for _ in range(20)][-1])
-        samples.append((time.perf_counter() - begin) / 20)
-    return statistics.median(samples)
 
 
 def configurations(arguments: dict[str, Any]) -> list[Any]:
@@ -314,37 +301,6 @@ def work(
     return results
 
 
-def shared(
-    chosen: argparse.Namespace, names: list[str], keep: Callable[[dict], None]
-) -> dict[str, Any]:
-    """The same by several processes: all compile, one at a time is on the device."""
-    results: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        workers = []
-        for i in range(chosen.workers):
-            if some := names[i :: chosen.workers]:
-                command = [sys.executable, "-u", __file__, "--cases", ",".join(some)]
-                command += ["--part", f"{folder}/{i}.json"]
-                command += ["--platform", chosen.platform, "--candidates", chosen.candidates]
-                environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-                workers.append(subprocess.Popen(command, env=environment))
-        while True:
-            done = all(worker.poll() is not None for worker in workers)
-            for part in Path(folder).glob("*.json"):
-                results |= json.loads(part.read_text())
-            keep(results)
-            if done:
-                return results
-            time.sleep(0.5)
-
-
-def write(path: Path, content: Any) -> None:
-    """All of it or nothing: others may read at any time."""
-    written = path.with_suffix(".new")
-    written.write_text(json.dumps(content, indent=2))
-    written.replace(path)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Attention over pages on a GPU.")
     parser.add_argument("--cases", default=",".join(["flash", *(case.name for case in CASES)]))
@@ -352,13 +308,9 @@ def main() -> None:
     parser.add_argument("--candidates", default="", help="cases to time in all configurations")
     parser.add_argument("--workers", type=int, default=1, help="processes that compile")
     parser.add_argument("--json", help="where to write the figures")
-    parser.add_argument("--part", help=argparse.SUPPRESS)  # a worker's results
+    parser.add_argument("--lock", help=argparse.SUPPRESS)  # held by the worker on the device
     chosen = parser.parse_args()
     names = chosen.cases.split(",")
-    if chosen.part:
-        part = Path(chosen.part)
-        work(chosen, names, FileLock(part.parent / "lock"), lambda x: write(part, x))
-        return
     versions = {
         name: importlib.metadata.version(name)
         for name in ("jax", "jaxlib", "triton", "jax-triton")
@@ -368,12 +320,16 @@ def main() -> None:
     def keep(results: dict[str, Any]) -> None:
         if chosen.json:
             report = {"versions": versions, "cases": results, "summary": summary(results)}
-            write(Path(chosen.json), report)
+            Path(chosen.json).write_text(json.dumps(report, indent=2))
 
+    results: dict[str, Any] = {}
     if chosen.workers > 1:
-        results = shared(chosen, names, keep)
+        for found in by_workers(__file__, names, chosen):
+            results |= found["cases"]
+            keep(results)
     else:
-        results = work(chosen, names, contextlib.nullcontext(), keep)
+        lock = FileLock(chosen.lock) if chosen.lock else contextlib.nullcontext()
+        results = work(chosen, names, lock, keep)
     for name, value in summary(results).items():
         print(f"{name}: {value:.3f}")
 
