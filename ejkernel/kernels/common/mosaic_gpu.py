@@ -289,8 +289,11 @@ class Hardware:
         for strip in range(left.shape.strips):
             plgpu.wgmma(accumulator, left.at(i, strip), right.at(j, strip).transpose((1, 0)))
 
-    def outer(self, accumulator: Any, left: jax.Array, right: Bound, j: Any) -> None:
-        """Begin `accumulator += left @ right[j]`, in as many matmuls as `right` has strips."""
+    def outer(self, accumulator: Any, left: Any, right: Bound, j: Any) -> None:
+        """Begin `accumulator += left @ right[j]`, in as many matmuls as `right` has strips.
+
+        `left` may lie in registers or in shared memory.
+        """
         for strip, (start, stop) in enumerate(right.parts()):
             part = accumulator if right.shape.strips == 1 else accumulator.at[:, start:stop]
             plgpu.wgmma(part, left, right.at(j, strip))
