@@ -1,11 +1,17 @@
 """`ejkernel tune`: measure configurations for this device and write the table that ships."""
 
 import dataclasses
+import multiprocessing
+import os
+import tempfile
 import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 import typer
+from filelock import FileLock
 from rich.console import Console
 from rich.table import Table
 
@@ -48,6 +54,64 @@ def _workloads(subject: Subject, names: list[str] | None) -> list[Workload]:
     return [known[name] for name in names]
 
 
+class Outcome(NamedTuple):
+    """What tuning a named call gave: rows of the table shown, entries of that which ships."""
+
+    rows: list[tuple[str, ...]]
+    entries: dict[Any, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """Tunes named calls of an operation; a process of its own gets it by pickling."""
+
+    op: str
+    dtype: Dtype
+    rounds: int
+    until: float | None = None  # when no call is begun any more
+    lock: Path | None = None  # of the device, where several processes tune on it
+
+    def __call__(self, name: str) -> Outcome:
+        if self.until is not None and time.time() > self.until:
+            return Outcome([(name, "", "no time left", "", "", "")], {})
+        subject = subjects.one(self.op)
+        turn = None if self.lock is None else FileLock(self.lock)
+        tuner = Tuner(warmup=1, iters=self.rounds, turn=turn)
+        selector = ConfigSelectorChain(ConfigCache(), tuner=tuner)
+        rows, entries = [], {}
+        with settings.override(autotune_progress=True):
+            for call in calls_of(subject, _workloads(subject, [name])[0], self.dtype):
+                tuned = selector.tune(call)
+                if tuned is None:
+                    rows.append((name, call.direction, "none works", "", "", "all"))
+                    continue
+                tried = len(tuned.measurements) + len(tuned.dropped)
+                fastest = f"{subjects.label(tuned.best.source)} {tuned.best.params}"
+                if tried > 1:  # a single candidate is no choice, and nothing to remember
+                    entries[call.key] = selector.cache.get(call.key)
+                numbers = (f"{tuned.seconds * 1e3:.3f} ms", str(tried), str(len(tuned.dropped)))
+                rows.append((name, call.direction, fastest, *numbers))
+        return Outcome(rows, entries)
+
+
+def _outcomes(task: Task, names: list[str], workers: int) -> Iterator[Outcome]:
+    """As they come, from here or from as many processes."""
+    if workers == 1:
+        yield from map(task, names)
+        return
+    # Each takes what it needs of the device's memory, not most of it as it would alone.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(
+            workers, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1
+        ) as pool,
+    ):
+        task = dataclasses.replace(task, lock=Path(folder) / "device.lock")
+        for done in as_completed(pool.submit(task, name) for name in names):
+            yield done.result()
+
+
 def tune(
     op: Annotated[str, typer.Argument(help="The operation.")],
     workload: Annotated[
@@ -58,34 +122,22 @@ def tune(
         float | None, typer.Option(min=0.0, help="Begin no call after so many seconds.")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Timed runs of each candidate.")] = 10,
+    workers: Annotated[
+        int, typer.Option(min=1, help="Processes that compile; one at a time uses the device.")
+    ] = 1,
     output: Annotated[Path, typer.Option(help="Folder of the tables.")] = SHIPPED,
 ) -> None:
     """Tune named calls of an operation for this device and write the table that ships."""
-    subject = subjects.one(op)
-    selector = ConfigSelectorChain(ConfigCache(), tuner=Tuner(warmup=1, iters=rounds))
+    names = [one.name for one in _workloads(subjects.one(op), workload)]
+    until = None if seconds is None else time.time() + seconds
     console = Console()
     table = Table("call", "pass", "fastest", "time", "candidates", "dropped", title=op)
     written: set[Path] = set()
-    begin = time.monotonic()
-    with settings.override(autotune_progress=True):
-        for one in _workloads(subject, workload):
-            if seconds is not None and time.monotonic() - begin > seconds:
-                table.add_row(one.name, "", "no time left", "", "", "")
-                continue
-            entries = {}
-            for call in calls_of(subject, one, dtype):
-                tuned = selector.tune(call)
-                if tuned is None:
-                    table.add_row(one.name, call.direction, "none works", "", "", "all")
-                    continue
-                tried = len(tuned.measurements) + len(tuned.dropped)
-                fastest = f"{subjects.label(tuned.best.source)} {tuned.best.params}"
-                if tried > 1:  # a single candidate is no choice, and nothing to remember
-                    entries[call.key] = selector.cache.get(call.key)
-                numbers = (f"{tuned.seconds * 1e3:.3f} ms", str(tried), str(len(tuned.dropped)))
-                table.add_row(one.name, call.direction, fastest, *numbers)
-            # After every call, so that whoever stops half-way keeps what is known.
-            written |= set(write_tuned(output, subject.name, entries))
+    for outcome in _outcomes(Task(op, dtype, rounds, until), names, workers):
+        for row in outcome.rows:
+            table.add_row(*row)
+        # After every call, so that whoever stops half-way keeps what is known.
+        written |= set(write_tuned(output, op, outcome.entries))
     console.print(table)
     for path in sorted(written):
         console.print(f"written: {path}", soft_wrap=True)

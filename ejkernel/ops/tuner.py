@@ -1,12 +1,14 @@
 """Which candidate is fastest: each is run, checked against a trusted one, then timed."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import os
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
@@ -41,14 +43,18 @@ class Tuner:
     Args:
         warmup: untimed runs of each candidate.
         iters: timed runs of each candidate; the fastest counts.
+        turn: held while the device computes, not while the host compiles: processes that tune on
+            one device at the same time hold the same lock.
     """
 
-    def __init__(self, warmup: int = 1, iters: int = 3) -> None:
+    def __init__(
+        self, warmup: int = 1, iters: int = 3, turn: AbstractContextManager | None = None
+    ) -> None:
         if warmup < 0 or iters < 1:
             raise ValueError(
                 f"Tuner: warmup must be at least 0 and iters at least 1, got {warmup} and {iters}."
             )
-        self.warmup, self.iters = warmup, iters
+        self.warmup, self.iters, self.turn = warmup, iters, turn or contextlib.nullcontext()
 
     def measure(self, function: Any, *args: Any) -> float:
         """Seconds of the fastest of `iters` runs of `function(*args)`."""
@@ -59,13 +65,20 @@ class Tuner:
         once = timing.measure(run, *arguments, warmup=0, iters=1).best
         return once if once > _HOPELESS * best else self.measure(run, *arguments)
 
+    def _computed(self, run: Any, *arguments: Any) -> Any:
+        """The results of a jitted function, in its turn."""
+        compiled = run.lower(*arguments).compile()
+        with self.turn:
+            return jax.block_until_ready(compiled(*arguments))
+
     def autotune(self, inv: Invocation, choices: list[Choice]) -> Tuned | None:
         """The fastest of `choices` that runs and agrees; None when none does."""
         return timing.outside_trace(functools.partial(self._autotune, inv, choices))
 
     def _autotune(self, inv: Invocation, choices: list[Choice]) -> Tuned | None:
-        arguments = _arguments(inv)
-        race = _Race(self, inv, arguments, _Judge(inv, choices, arguments), len(choices))
+        arguments = _arguments(inv, self._computed)
+        judge = _Judge(inv, choices, arguments, self._computed)
+        race = _Race(self, inv, arguments, judge, len(choices))
         groups: dict[int, list[Choice]] = {}
         for choice in choices:
             groups.setdefault(id(choice.source), []).append(choice)
@@ -112,11 +125,11 @@ class _Race:
         runs = _compiled([_runner(inv, choice) for choice in choices], arguments, inv.device)
         for choice, compiled in zip(choices, runs, strict=True):
             try:
-                run = compiled()
-                reason = self._judge.objection(run(*arguments))
-                seconds = None
-                if reason is None:
-                    seconds = self._tuner._seconds(run, arguments, self._best)
+                run, seconds = compiled(), None
+                with self._tuner.turn:
+                    reason = self._judge.objection(run(*arguments))
+                    if reason is None:
+                        seconds = self._tuner._seconds(run, arguments, self._best)
             except Exception as error:  # whatever a candidate raises only costs it the race
                 reason, seconds = f"{type(error).__name__}: {error}".partition("\n")[0], None
             if seconds is None:
@@ -166,7 +179,7 @@ def _raise(error: Exception) -> Any:
     raise error
 
 
-def _arguments(inv: Invocation) -> tuple:
+def _arguments(inv: Invocation, computed: Callable[..., Any]) -> tuple:
     """Random data of the call's shapes; for a backward also residuals and cotangents."""
     inputs = _sample(inv)
     if inv.direction == "forward":
@@ -174,7 +187,7 @@ def _arguments(inv: Invocation) -> tuple:
     forward = dataclasses.replace(inv, direction="forward")
     if (trusted := _by_xla(forward)) is None:
         raise LookupError(f"{inv.op.name}: XLA has no forward pass to tune a backward pass with.")
-    outputs, residuals = _runner(forward, trusted)(inputs)
+    outputs, residuals = computed(_runner(forward, trusted), inputs)
     leaves, treedef = jax.tree.flatten(outputs)
     seeds = jax.random.split(jax.random.key(1), len(leaves))
     cotangents = [
@@ -204,16 +217,22 @@ def _sample(inv: Invocation) -> Any:
 class _Judge:
     """Compares a candidate with XLA at full precision; a user's own kernel with its heuristic."""
 
-    def __init__(self, inv: Invocation, choices: list[Choice], arguments: tuple) -> None:
+    def __init__(
+        self,
+        inv: Invocation,
+        choices: list[Choice],
+        arguments: tuple,
+        computed: Callable[..., Any],
+    ) -> None:
         self.floor = _EPS * (32 if inv.direction == "forward" else 128)
         trusted = _by_xla(inv) or choices[0]
         try:
-            self.plain = _arrays(_runner(inv, trusted)(*arguments))
+            self.plain = _arrays(computed(_runner(inv, trusted), *arguments))
             self.exact = self.plain
             if not inv.op.native:
                 with jax.default_matmul_precision("highest"):
-                    self.exact = _arrays(_runner(inv, trusted)(*_widened(arguments)))
-            jax.block_until_ready((self.plain, self.exact))  # what fails must fail here
+                    run = _runner(inv, trusted)
+                    self.exact = _arrays(computed(run, *_widened(arguments)))
         except Exception:  # then there is nothing to compare with: the first that runs is trusted
             self.plain = self.exact = None
 

@@ -207,6 +207,18 @@ class TestTune:
         assert "nothing to write" in shown.output
         assert list(tmp_path.iterdir()) == []
 
+    def test_several_processes_write_what_one_would(self, tmp_path):
+        asked = ("plain", "mask")
+        named = [x for name in asked for x in ("--workload", name)]
+        options = ["--dtype", "float32", "--rounds", "1", "--workers", "2"]
+        shown = run("tune", "mean_pooling", *named, *options, "--output", str(tmp_path))
+        assert shown.exit_code == 0
+        subject = subjects.one("mean_pooling")
+        table = ShippedTable(subject.name, tmp_path)
+        for call in subject.workloads[:6]:
+            known = table.get(subject.invocation(call.build()).key) is not None
+            assert known == (call.name in asked)
+
     def test_an_unknown_named_call_is_an_error_that_lists_the_known(self):
         shown = run("tune", "flash_attention", "--workload", "nonsense")
         assert shown.exit_code == 2

@@ -224,7 +224,7 @@ def test_documents_that_are_not_known_yet_are_tuned_as_equal_ones(as_a_user_call
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), INPUTS)
     inputs = shapes._replace(mask=Segments(ids, ids, documents=4))  # type: ignore[arg-type]
     call = dataclasses.replace(calls(OP)[0], inputs=inputs)
-    (drawn,) = tuners._arguments(call)
+    (drawn,) = tuners._arguments(call, Tuner()._computed)
     assert drawn.mask.q_ids.tolist() == [[0] * 4 + [1] * 4 + [2] * 4 + [3] * 4]
     assert drawn.mask.documents == 4
 
