@@ -360,6 +360,7 @@ INTERPRETED = {
     "bias_of_rows": {"bias": (2, 1, 256, 256), "mask": Band(None, -70), "sinks": True},
     "bias_capped": {"queries": 128, "bias": (1, 2, 128, 128), "soft_cap": 2.0, "dropout": True},
     "soft_cap": {"queries": 128, "soft_cap": 2.0},
+    "soft_cap_far": {"queries": 128, "soft_cap": 100.0},
     "soft_cap_masked": {"head_dim": 128, "soft_cap": 2.0, "mask": Band(None, 0)},
     "sinks": {"queries": 128, "sinks": True, "mask": Band(None, -5)},
     "dropout": {"queries": 128, "dropout": True},

@@ -28,6 +28,9 @@ from ejkernel.types.rules import Everything
 LEAST = -1e30
 # By how many powers of two the peak of a row may be too low.
 SLACK = 8.0
+# Logits known to lie between plus and minus so many powers of two need no peak at all: sums over
+# all keys, times any value that a model has, are still numbers. Weights are, too, in bfloat16.
+BOUND = 80.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,11 +40,6 @@ class Tiles:
     consumers: int
     block_k: int
     stages: int
-
-    @property
-    def turns(self) -> bool:
-        """Whether warpgroups take turns at the tensor cores: three of them do better without."""
-        return self.consumers == 2
 
     @property
     def block_q(self) -> int:
@@ -181,6 +179,18 @@ class _Forward:
         self.value_columns = self.matrices["values"].columns
         self.apart = tiles.results_apart(self.matrices["queries"].columns, self.value_columns)
         self.interpreted = interpreted
+        cap = spec.logits_soft_cap
+        self.bounded = (
+            cap is not None and cap * LOG2_E <= BOUND and self.dtype == jnp.dtype(jnp.bfloat16)
+        )
+
+    @property
+    def turns(self) -> bool:
+        """Whether warpgroups take turns at the tensor cores.
+
+        Three of them do better without, and so do two that capping keeps busier than the products.
+        """
+        return self.tiles.consumers == 2 and self.spec.logits_soft_cap is None
 
     def body(self, refs: dict[str, Any], out, lse, **shared: Any) -> None:
         """What every warpgroup does."""
@@ -199,7 +209,7 @@ class _Forward:
 
     def compute_units(self, warpgroup) -> None:
         """The units of this block, as one computing warpgroup does them."""
-        if self.tiles.turns:
+        if self.turns:
             gpu.pl.when(warpgroup == self.tiles.consumers - 1)(
                 lambda: gpu.plgpu.barrier_arrive(self.shared.turn.at[0])
             )
@@ -271,13 +281,17 @@ class _Forward:
 
         def softmax(products, at, with_mask, peak, mass):
             logits, factor, _ = tile.logits(products, at, with_mask)
-            top = gpu.reduce_rows(logits, jnp.maximum, jnp.max) * factor
-            # A peak that is only a little too low stays: weights may be larger than 1, and the
-            # total need not be multiplied.
-            new_peak = jnp.where(top > peak + SLACK, top, peak)
-            shrink = jnp.exp2(peak - new_peak)
-            weights = jnp.exp2(logits * factor - gpu.along_rows(new_peak, logits.shape))
-            mass = mass * shrink + gpu.reduce_rows(weights, jnp.add, jnp.sum)
+            if self.bounded:
+                weights, new_peak, shrink = jnp.exp2(logits * factor), peak, peak
+            else:
+                top = gpu.reduce_rows(logits, jnp.maximum, jnp.max) * factor
+                # A peak that is only a little too low stays: weights may be larger than 1, and the
+                # total need not be multiplied.
+                new_peak = jnp.where(top > peak + SLACK, top, peak)
+                shrink = jnp.exp2(peak - new_peak)
+                weights = jnp.exp2(logits * factor - gpu.along_rows(new_peak, logits.shape))
+                mass = mass * shrink
+            mass = mass + gpu.reduce_rows(weights, jnp.add, jnp.sum)
             if tile.drops:
                 weights = jnp.where(tile.kept(at), weights, 0.0)
             return weights, new_peak, mass, shrink
@@ -294,7 +308,11 @@ class _Forward:
         ((logits,), _) = engine.run(first, (nothing,))
         plgpu.barrier_arrive(self.shared.key_free.at[slot])
         weights, peak, mass, _ = softmax(
-            logits, at, masked, gpu.full((ROWS,), LEAST), gpu.full((ROWS,), 0.0)
+            logits,
+            at,
+            masked,
+            gpu.full((ROWS,), 0.0 if self.bounded else LEAST),
+            gpu.full((ROWS,), 0.0),
         )
         weights = weights.astype(self.dtype)
         plgpu.barrier_wait(self.shared.value_here.at[slot])
@@ -304,7 +322,7 @@ class _Forward:
             slot, before = lax.rem(step, tiles.stages), lax.rem(step - 1, tiles.stages)
             at = place(j)
             plgpu.barrier_wait(self.shared.key_here.at[slot])
-            if tiles.turns:
+            if self.turns:
                 plgpu.barrier_wait(self.shared.turn.at[warpgroup])
 
             def both(accumulators, values):
@@ -312,7 +330,7 @@ class _Forward:
                 peak, mass, weights, shrink = values
                 engine.inner(logits, shared.queries, mine(), shared.keys, slot)
                 engine.outer(total, weights[...], shared.values, before)
-                if tiles.turns:
+                if self.turns:
                     following = lax.rem(warpgroup + 1, tiles.consumers)
                     plgpu.barrier_arrive(self.shared.turn.at[following])
                 new_logits = engine.read(logits, unfinished=shared.values.shape.strips)
@@ -332,8 +350,9 @@ class _Forward:
             (total, _), state = engine.run(both, (total, nothing), (*state, state[1]))
             plgpu.barrier_arrive(self.shared.value_free.at[before])
             *state, shrink = state
-            # Partial tiles come first, when peaks still move; and they need the registers.
-            total = engine.scale_rows(total, shrink, always=with_mask)
+            if not self.bounded:
+                # Partial tiles come first, when peaks still move; and they need the registers.
+                total = engine.scale_rows(total, shrink, always=with_mask)
             return step + 1, total, *state
 
         carry = (step + 1, gpu.full((ROWS, self.value_columns), 0.0), peak, mass, weights)

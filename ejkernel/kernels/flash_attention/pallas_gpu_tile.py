@@ -120,13 +120,13 @@ class Tile:
         logits, slope = products, None
         with_bias = with_bias and "bias" in self.refs
         if with_bias or self.spec.logits_soft_cap is not None:
-            logits = logits * self.spec.softmax_scale
+            cap, factor = self.spec.logits_soft_cap, LOG2_E
+            shrink = 1.0 if cap is None else 1.0 / cap
+            logits = logits * (self.spec.softmax_scale * shrink)
             if with_bias:
-                logits = logits + self.bias(at)
-            factor = LOG2_E
-            if (cap := self.spec.logits_soft_cap) is not None:
-                logits = jnp.tanh(logits * (1.0 / cap))
-                factor = cap * LOG2_E
+                logits = logits + self.bias(at) * shrink
+            if cap is not None:
+                logits, factor = jnp.tanh(logits), cap * LOG2_E
                 slope = 1.0 - logits * logits
         if with_mask:
             logits = jnp.where(self.visible(at), logits, -jnp.inf)
