@@ -107,6 +107,8 @@ def _attention(draw: random.Random, function: Any, shares: int, extra: Any) -> t
         kv_len = q_len
     width = draw.choice((32, 64, 80, 96, 128, 192, 256))
     columns = draw.choice((width, width, 64, 128))
+    while batch * q_len * heads * width > 2**31:  # more than the memory of a chip is for
+        batch, q_len = max(1, batch // 2), q_len if batch > 1 else q_len // 2
     dtype = draw.choice((jnp.bfloat16, jnp.bfloat16, jnp.float32))
     static: dict[str, Any] = {"causal": draw.random() < 0.5}
     if draw.random() < 0.3:

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -28,6 +27,7 @@ from ejkernel.kernels.flash_attention.pallas_tpu_call import (
     TileSize,
     product,
 )
+from ejkernel.kernels.flash_attention.pallas_tpu_heads import HeadParts
 from ejkernel.types.block_map import EMPTY, FULL, PARTIAL
 from ejkernel.types.rules import Everything
 
@@ -49,27 +49,26 @@ def backward(
     `side`: the width of the matrix unit.
     """
     q_len = inputs.query.shape[1]
+    heads = HeadParts.of(inputs, size.heads)
     rows = []
-    for heads in _head_parts(inputs, size):
+    for i in range(heads.count):
         rows.append([])
         for start in range(0, q_len, part):
-            cut, *of_rows = _cut(inputs, residuals, d_outputs, heads, start, part)
+            pick = lambda x, axis, i=i: heads.pick(x, axis, i)
+            cut, *of_rows = _cut(inputs, residuals, d_outputs, pick, start, part)
             call = Call(cut, spec, size, vmem=vmem, settle=settle, by_keys=True, first_query=start)
             rows[-1].append(_part(call, side, *of_rows))
-    order = np.argsort(np.concatenate(_head_parts(inputs, size)))
-    assemble = lambda which, axis, heads_axis: jnp.concatenate(
-        [jnp.concatenate([x[which] for x in row], axis) for row in rows], heads_axis
-    )[(slice(None),) * heads_axis + (order,)]
+    d_query = heads.joined([jnp.concatenate([x[0] for x in row], 1) for row in rows], 2)
     total = lambda which: functools.reduce(jnp.add, [x[which] for row in rows for x in row])
     d_bias = d_sinks = None
     if inputs.bias is not None:
         bias = [pallas_tpu_bias.of_queries([x[3] for x in row], inputs.bias) for row in rows]
-        d_bias = pallas_tpu_bias.of_heads(bias, order, inputs.bias)
+        d_bias = pallas_tpu_bias.of_heads(bias, heads, inputs.bias)
     if inputs.sinks is not None:
         shares = [functools.reduce(jnp.add, [x[4] for x in row]) for row in rows]
-        d_sinks = per_sink(jnp.concatenate(shares)[order], inputs.sinks)
+        d_sinks = per_sink(heads.joined(shares, 0), inputs.sinks)
     return Inputs(
-        query=assemble(0, 1, 2),
+        query=d_query,
         key=total(1),
         value=total(2),
         bias=d_bias,
@@ -78,23 +77,12 @@ def backward(
     )
 
 
-def _head_parts(inputs: Inputs, size: TileSize) -> list[np.ndarray]:
-    """Query heads that one kernel works on: some of each key head, or all with their own masks."""
-    every = np.arange(inputs.query.shape[2])
-    if (inputs.mask or Everything()).heads > 1:
-        return [every]
-    every = every.reshape(inputs.key.shape[2], -1, size.heads)
-    return [every[:, i].reshape(-1) for i in range(every.shape[1])]
-
-
 def _cut(
-    inputs: Inputs, residuals: Outputs, d_outputs: Outputs, heads: np.ndarray, start: int, part: int
+    inputs: Inputs, residuals: Outputs, d_outputs: Outputs, pick: Any, start: int, part: int
 ) -> tuple[Inputs, Outputs, Outputs]:
-    """A call with some of its query heads, and some of its queries."""
+    """A call with the query heads that `pick(x, axis)` gives, and some of its queries."""
     q_len, kv_len = inputs.query.shape[1], inputs.key.shape[1]
     end = min(start + part, q_len)
-    all_heads = len(heads) == inputs.query.shape[2]
-    pick = lambda x, axis: x if all_heads else jnp.take(x, heads, axis)
     rows = lambda x, axis: jax.lax.slice_in_dim(x, start, end, axis=axis)
     of_rows = lambda x: Outputs(rows(pick(x.out, 2), 1), rows(pick(x.lse, 1), 2))
     rule = inputs.mask or Everything()

@@ -15,11 +15,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.flash_attention.pallas_tpu_call import LANES, Call, Here, Result
+from ejkernel.kernels.flash_attention.pallas_tpu_heads import HeadParts
 
 
 class BiasGradient:
@@ -156,11 +156,11 @@ def of_queries(parts: list[jax.Array], bias: jax.Array) -> jax.Array:
     return jnp.concatenate(parts, 2)
 
 
-def of_heads(parts: list[jax.Array], order: np.ndarray, bias: jax.Array) -> jax.Array:
+def of_heads(parts: list[jax.Array], heads: HeadParts, bias: jax.Array) -> jax.Array:
     """The gradient from those that parts of the heads give, summed where all share a number."""
-    if parts[0].shape[1] == bias.shape[1] == 1 and len(order) > 1:
+    if parts[0].shape[1] == bias.shape[1] == 1 and heads.heads > 1:
         whole = functools.reduce(jnp.add, parts)
     else:
-        whole = jnp.concatenate(parts, 1)[:, order]
+        whole = heads.joined(parts, 1)
     shared = [i for i, size in enumerate(bias.shape) if size == 1 < whole.shape[i]]
     return whole.sum(shared, keepdims=True) if shared else whole
