@@ -227,27 +227,32 @@ class _Judge:
         self.floor = _EPS * (32 if inv.direction == "forward" else 128)
         trusted = _by_xla(inv) or choices[0]
         try:
-            self.plain = _arrays(computed(_runner(inv, trusted), *arguments))
-            self.exact = self.plain
+            plain = exact = _arrays(computed(_runner(inv, trusted), *arguments))
             if not inv.op.native:
                 with jax.default_matmul_precision("highest"):
-                    run = _runner(inv, trusted)
-                    self.exact = _arrays(computed(run, *_widened(arguments)))
+                    exact = _arrays(computed(_runner(inv, trusted), *_widened(arguments)))
+            self._learn(plain, exact)
         except Exception:  # then there is nothing to compare with: the first that runs is trusted
-            self.plain = self.exact = None
+            self.exact = None
+
+    def _learn(self, plain: list[jax.Array], exact: list[jax.Array]) -> None:
+        """What is right, and how far from it a result may be."""
+        self.exact = exact
+        self.allowed: list[float] = []
+        for one, other in zip(plain, exact, strict=True):
+            eps = max(self.floor, 64 * _resolution(one)) if one is other else self.floor
+            self.allowed.append(2 * _distance(one, other) + eps * _largest(other))
 
     def objection(self, result: Any) -> str | None:
         """Why the result cannot be right, or None."""
         actual = _arrays(result)
-        if self.exact is None or self.plain is None:
-            self.plain = self.exact = actual
-        for got, plain, exact in zip(actual, self.plain, self.exact, strict=True):
+        if self.exact is None:
+            self._learn(actual, actual)
+        for got, exact, allowed in zip(actual, self.exact or (), self.allowed, strict=True):
             if got.shape != exact.shape:
                 return f"gives shape {got.shape} where {exact.shape} is expected"
-            eps = max(self.floor, 64 * _resolution(got)) if plain is exact else self.floor
-            allowed = 2 * _distance(plain, exact) + eps * _largest(exact)
-            if not _distance(got, exact) <= allowed:
-                return f"is off by {_distance(got, exact):.2e} where {allowed:.2e} is allowed"
+            if not (distance := _distance(got, exact)) <= allowed:
+                return f"is off by {distance:.2e} where {allowed:.2e} is allowed"
         return None
 
 
