@@ -396,6 +396,7 @@ INTERPRETED = {
     "odd_dims": {"queries": 63, "head_dim": 40, "value_dim": 24, "mask": Band(None, 0)},
     "odd_and_aliased": {"queries": 130, "head_dim": 256},
     "one_query": {"queries": 1, "keys": 63},
+    "odd_dims_alike": {"queries": 63, "head_dim": 40, "value_dim": 48},
 }
 
 
@@ -454,12 +455,29 @@ def test_every_access_is_ordered_by_a_barrier(name, monkeypatch):
         _check_backward(inputs, spec)
 
 
+@needs_interpreter
+@pytest.mark.parametrize(
+    "name",
+    ["causal", *(pytest.param(x, marks=[pytest.mark.slow]) for x in ("dims_apart", "wide"))],
+)
+def test_one_block_of_threads_does_unit_after_unit(name, monkeypatch):
+    """Memory of queries and results is used again, and no access before its turn."""
+    monkeypatch.setattr(mosaic_gpu, "MULTIPROCESSORS", 1)
+    monkeypatch.setattr(mosaic_gpu, "detect_races", True)
+    with settings.override(interpret=True):
+        _check(*_interpreted_call(name))
+
+
 def test_results_never_reach_into_other_queries():
     """Where they share memory, a warpgroup's results lie exactly where its queries lay."""
     for head_dim in range(16, 257, 16):
         for value_dim in range(16, 257, 16):
             for tiles in (Tiles(2, 128, 2), Tiles(2, 64, 4), Tiles(3, 64, 4)):
-                assert tiles.results_apart(head_dim, value_dim) or head_dim == value_dim
+                rows = tiles.stages * tiles.block_k
+                held = tiles.shared_bytes(head_dim, value_dim) // 2 - rows * (head_dim + value_dim)
+                rooms = tiles.rooms(head_dim, value_dim)
+                own = 0 if head_dim == value_dim else value_dim
+                assert held == tiles.block_q * (rooms * head_dim + own)
 
 
 def _refused_backward(inputs, spec):

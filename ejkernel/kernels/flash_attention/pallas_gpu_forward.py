@@ -47,19 +47,20 @@ class Tiles:
 
     def shared_bytes(self, head_dim: int, value_dim: int) -> int:
         """Shared memory for queries, keys, values, and results where they lie apart."""
-        apart = self.results_apart(head_dim, value_dim)
-        held = self.block_q * (head_dim + (value_dim if apart else 0))
+        held = self.block_q * head_dim * self.rooms(head_dim, value_dim)
+        if head_dim != value_dim:
+            held += self.block_q * value_dim
         return 2 * (held + self.stages * self.block_k * (head_dim + value_dim))
 
-    def results_apart(self, head_dim: int, value_dim: int) -> bool:
-        """Whether results have memory of their own, so that the next queries may come early.
+    def rooms(self, head_dim: int, value_dim: int) -> int:
+        """How many units' queries there is room for: two, so that the next come early, or one.
 
-        If not, those of a warpgroup lie where its queries lay, which takes equal dims: otherwise
-        they would reach into the queries of another.
+        Results lie where the queries of their warpgroup lay, if dims are equal: otherwise they
+        would reach into those of another, and have memory of their own.
         """
         rows = self.block_q + self.stages * self.block_k
         fits = 2 * rows * (head_dim + value_dim) <= gpu.SHARED_BYTES
-        return fits or head_dim != value_dim
+        return 2 if fits and head_dim == value_dim else 1
 
 
 def whole_tiles(inputs: Inputs) -> bool:
@@ -115,11 +116,7 @@ def forward(
     work = _Forward(spec, tiles, operands, inputs, plan.index.shape, interpreted)
     matrices, stages, consumers = work.matrices, tiles.stages, tiles.consumers
     take = functools.partial(gpu.allocate, interpreted)
-    scratch = {"keys": take(matrices["keys"]), "values": take(matrices["values"])}
-    if work.apart:
-        scratch |= {name: take(matrices[name]) for name in ("queries", "results")}
-    else:
-        scratch["queries"] = take(matrices["queries"], matrices["results"])
+    scratch = {name: take(matrix) for name, matrix in matrices.items()}
 
     def body(*refs: Any, **shared: Any) -> None:
         work.body(dict(zip(arrays, refs, strict=False)), *refs[len(arrays) :], **shared)
@@ -133,8 +130,8 @@ def forward(
         ),
         scratch_types={
             **scratch,
-            "query_here": gpu.barriers(consumers, matrices["queries"].strips),
-            "query_free": gpu.barriers(consumers),
+            "query_here": gpu.barriers(matrices["queries"].count, matrices["queries"].strips),
+            "query_free": gpu.barriers(matrices["queries"].count),
             "key_here": gpu.barriers(stages, matrices["keys"].strips),
             "key_free": gpu.barriers(stages, consumers),
             "value_here": gpu.barriers(stages, matrices["values"].strips),
@@ -166,18 +163,17 @@ class _Forward:
         self.dtype = inputs.query.dtype
         self.list_rows, self.list_heads, self.lines, self.blocks = lists
         self.engine = gpu.EMULATION if interpreted else gpu.HARDWARE
-        whole = whole_tiles(inputs)
-        self.matrices = {
-            name: gpu.Matrices(self.dtype, count, rows, dim, whole)
-            for name, count, rows, dim in (
-                ("queries", tiles.consumers, ROWS, inputs.query.shape[3]),
-                ("results", tiles.consumers, ROWS, inputs.value.shape[3]),
-                ("keys", tiles.stages, tiles.block_k, inputs.key.shape[3]),
-                ("values", tiles.stages, tiles.block_k, inputs.value.shape[3]),
-            )
-        }
-        self.value_columns = self.matrices["values"].columns
-        self.apart = tiles.results_apart(self.matrices["queries"].columns, self.value_columns)
+        matrices = functools.partial(gpu.Matrices, self.dtype, whole=whole_tiles(inputs))
+        keys = matrices(tiles.stages, tiles.block_k, inputs.key.shape[3])
+        values = matrices(tiles.stages, tiles.block_k, inputs.value.shape[3])
+        self.value_columns = values.columns
+        self.rooms = tiles.rooms(keys.columns, values.columns)
+        self.apart = keys.columns != values.columns
+        count = tiles.consumers * self.rooms
+        queries = matrices(count, ROWS, inputs.query.shape[3])
+        self.matrices = {"queries": queries, "keys": keys, "values": values}
+        if self.apart:
+            self.matrices["results"] = matrices(count, ROWS, inputs.value.shape[3])
         self.interpreted = interpreted
         cap = spec.logits_soft_cap
         self.bounded = (
@@ -195,13 +191,9 @@ class _Forward:
     def body(self, refs: dict[str, Any], out, lse, **shared: Any) -> None:
         """What every warpgroup does."""
         self.refs, self.out, self.lse = refs, out, lse
-        bind = functools.partial(gpu.bind, self.interpreted)
-        for name in ("keys", "values", *(("queries", "results") if self.apart else ())):
-            (shared[name],) = bind(shared[name], self.matrices[name])
-        if not self.apart:
-            both = (self.matrices[name] for name in ("queries", "results"))
-            shared["queries"], shared["results"] = bind(shared["queries"], *both)
-        self.shared = types.SimpleNamespace(**shared)
+        for name, matrix in self.matrices.items():
+            (shared[name],) = gpu.bind(self.interpreted, shared[name], matrix)
+        self.shared = types.SimpleNamespace(**{"results": shared["queries"]} | shared)
 
         gpu.divide_roles(
             self.tiles.consumers, lambda: self.each_unit(self.copy_unit), self.compute_units
@@ -227,15 +219,24 @@ class _Forward:
         list_head = head if self.list_heads > 1 else 0
         return row, head, line, (list_row * self.list_heads + list_head) * self.lines + line
 
+    def room(self, lap, warpgroup):
+        """Where a warpgroup's queries of this lap lie."""
+        if self.rooms == 1:
+            return warpgroup
+        return lax.rem(lap, self.rooms) * self.tiles.consumers + warpgroup
+
     def copy_unit(self, lap, step, unit, tiles_of_unit):
         """Bring the queries of a unit, then its keys and values as room becomes free."""
         plgpu, tiles = gpu.plgpu, self.tiles
         row, head, line, lists = self.unpack(unit)
         for w in range(tiles.consumers):
-            gpu.pl.when(lap > 0)(lambda w=w: plgpu.barrier_wait(self.shared.query_free.at[w]))
+            room = self.room(lap, w)
+            gpu.pl.when(lap >= self.rooms)(
+                lambda room=room: plgpu.barrier_wait(self.shared.query_free.at[room])
+            )
             rows = gpu.pl.ds(line * tiles.block_q + w * ROWS, ROWS)
-            here = self.shared.query_here.at[w]
-            self.shared.queries.fetch(self.refs["query"], row, rows, head, w, here)
+            here = self.shared.query_here.at[room]
+            self.shared.queries.fetch(self.refs["query"], row, rows, head, room, here)
         key_head = lax.div(head, self.group)
 
         def tile(j, step):
@@ -261,6 +262,7 @@ class _Forward:
         row, head, line, lists = self.unpack(unit)
         count, partial = tile_counts(tiles_of_unit)
         first_row = line * tiles.block_q + warpgroup * ROWS
+        room = self.room(lap, warpgroup)
         tile = Tile(self.spec, self.operands, self.refs, row, head, first_row, tiles.block_k)
         shared = self.shared
         masked = self.operands.masked
@@ -272,12 +274,12 @@ class _Forward:
             return self.refs["index"][lists * self.blocks + j] * tiles.block_k
 
         def mine():
-            """The warpgroup; where registers are short, as if it was not known before.
+            """Where its queries are; if registers are short, as if it was not known before.
 
             Else they are taken by where each part of the queries begins.
             """
             wide = max(self.matrices["queries"].columns, self.value_columns) > 128
-            return lax.optimization_barrier(warpgroup) if wide else warpgroup
+            return lax.optimization_barrier(room) if wide else room
 
         def softmax(products, at, with_mask, peak, mass):
             logits, factor, _ = tile.logits(products, at, with_mask)
@@ -298,11 +300,13 @@ class _Forward:
 
         # The first tile has nothing to overlap with.
         slot, at = lax.rem(step, tiles.stages), place(0)
-        plgpu.barrier_wait(self.shared.query_here.at[warpgroup])
+        plgpu.barrier_wait(self.shared.query_here.at[room])
         plgpu.barrier_wait(self.shared.key_here.at[slot])
 
         def first(accumulators, values):
             engine.inner(accumulators[0], shared.queries, mine(), shared.keys, slot)
+            if self.rooms > 1:
+                gpu.pl.when(lap > 0)(lambda: self.give_back(self.room(lap - 1, warpgroup)))
 
         nothing = gpu.full((ROWS, tiles.block_k), 0.0)
         ((logits,), _) = engine.run(first, (nothing,))
@@ -363,7 +367,7 @@ class _Forward:
         carry = lax.fori_loop(start, count, functools.partial(next_tile, False), carry)
         step, total, peak, mass, weights = carry
         if self.apart:
-            plgpu.barrier_arrive(self.shared.query_free.at[warpgroup])
+            plgpu.barrier_arrive(self.shared.query_free.at[room])
         slot = lax.rem(step - 1, tiles.stages)
 
         def last(accumulators, values):
@@ -374,10 +378,17 @@ class _Forward:
         # Unpacked again, so that only one number stays in a register meanwhile.
         row, head, line, _ = self.unpack(lax.optimization_barrier(unit))
         first_row = line * tiles.block_q + warpgroup * ROWS
-        self.write(warpgroup, row, head, first_row, total, peak, mass)
+        self.write(self.room(lap, warpgroup), row, head, first_row, total, peak, mass)
+        if self.rooms == 1 and not self.apart:
+            self.give_back(room)
         return step
 
-    def write(self, warpgroup, row, head, first_row, total, peak, mass) -> None:
+    def give_back(self, room) -> None:
+        """Let queries be copied to where the last results were, once those have been read."""
+        gpu.plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        gpu.plgpu.barrier_arrive(self.shared.query_free.at[room])
+
+    def write(self, room, row, head, first_row, total, peak, mass) -> None:
         """The output and the log-sum-exp of 64 queries."""
         plgpu = gpu.plgpu
         seen = mass > 0.0
@@ -388,11 +399,9 @@ class _Forward:
         lse = jnp.where(seen, peak / LOG2_E + jnp.log(mass), -jnp.inf)
         total = (total * gpu.along_rows(share, total.shape)).astype(self.dtype)
         rows = gpu.pl.ds(first_row, ROWS)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the memory may hold the last result
-        self.shared.results.put(warpgroup, total)
+        # The memory may hold the last result, and no warp may still multiply what lies in it.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        self.shared.results.put(room, total)
         plgpu.commit_smem()
-        self.shared.results.store(self.out, row, rows, head, warpgroup)
+        self.shared.results.store(self.out, row, rows, head, room)
         self.lse[row, head, rows] = lse
-        if not self.apart:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.barrier_arrive(self.shared.query_free.at[warpgroup])
