@@ -71,18 +71,21 @@ class Segments(_Match):
     """`q_ids[q] == kv_ids[k]`, both at least 0: tokens of one segment; negative ids are padding.
 
     `documents`, where known, promises that queries and keys have the same ids, that these are below
-    it, never decrease, and that padding comes last: documents laid end to end.
+    it, never decrease, and that padding comes last: documents laid end to end. `starts`, where that
+    is known too, says where each begins, and in all places that are left where the last one ends.
     """
 
     q_ids: Int[Array, "#b t"] | Int[Array, "t"]
     kv_ids: Int[Array, "#b s"] | Int[Array, "s"]
     documents: int | None = None
+    starts: Int[Array, "#b m"] | Int[Array, "m"] | None = None
 
     def sliced(self, q_start: Any, q_len: int, k_start: Any, k_len: int) -> Rule:
         return self._changed(
             q_ids=take(self.q_ids, q_start, q_len, -1, fill=-1),
             kv_ids=take(self.kv_ids, k_start, k_len, -1, fill=-1),
             documents=None,
+            starts=None,
         )
 
     def describe(self) -> tuple:

@@ -55,6 +55,7 @@ BLOCKS = Blocks(jnp.ones((1, 1, 32, 32), bool), 128, 128)
 PACKED = Segments(_ids(70, 45, 100, -25), _ids(70, 45, 100, -25))
 _LAID = _ids(70, 45, 1, 100, -24)
 DOCUMENTS = Segments(_LAID, _LAID, documents=8)
+STARTS = jnp.array([[0, 70, 115, 116, 216, 216, 216, 216, 216]], jnp.int32)
 RULES = {
     "everything": Everything(),
     "causal": Band(None, 0),
@@ -64,6 +65,8 @@ RULES = {
     "rows_apart": Band(None, jnp.array([5, -60])),
     "packed": PACKED & Band(None, 0),
     "documents": DOCUMENTS & Band(-60, 0),
+    "documents_from": Segments(_LAID, _LAID, 8, STARTS) & Band(None, 0),
+    "documents_late": Segments(_LAID, _LAID, 8, STARTS) & Band(70, 90),
     "positions": Band(-30, 0, jnp.arange(240, dtype=jnp.int32)[None] // 2 * 2),
     "chunks": Chunks(48, 7, 3),
     "lengths": KeyLength(jnp.array([100, 0])) & QueryLength(130),
@@ -109,6 +112,19 @@ def test_the_lists_show_exactly_the_mask(name, blocks):
     expected = np.broadcast_to(rule.dense(length, length), (batch, heads, length, length))
     np.testing.assert_array_equal(shown[:, :, :length, :length], expected.astype(int))
     assert not shown[:, :, :length, length:].any()
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "documents_from", "chunks", "lengths"])
+def test_only_blocks_with_a_visible_pair_are_visited(name):
+    """Where each query sees a range of keys; and only those that hide something are partial."""
+    length, block = 240, 16
+    walk = pallas_gpu_walk.walk(RULES[name], _units(2, 2), length, length, block, block)
+    seen = np.broadcast_to(RULES[name].dense(length, length), (2, 1, length, length))
+    tiles = seen.reshape(2, 15, block, 15, block).transpose(0, 1, 3, 2, 4).reshape(2, 15, 15, -1)
+    some, every = tiles.any(-1).sum(-1), tiles.all(-1).sum(-1)
+    count, partial = (np.broadcast_to(x[:, 0], some.shape) for x in (walk.count, walk.partial))
+    np.testing.assert_array_equal(count, np.maximum(some, 1))
+    np.testing.assert_array_equal(count - partial, every)
 
 
 def _units(batch, heads, shared_bytes=1, workers=5):

@@ -173,8 +173,9 @@ def _ids(cum: jax.Array, tokens: int) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="tokens")
 def _same_segments(cum: jax.Array, tokens: int) -> Segments:
-    ids = _ids(cum, tokens)
-    return Segments(ids, ids, documents=_rounded(cum.shape[0] - 1))
+    ids, documents = _ids(cum, tokens), _rounded(cum.shape[0] - 1)
+    starts = jnp.pad(cum.astype(jnp.int32), (0, documents + 1 - cum.shape[0]), mode="edge")
+    return Segments(ids, ids, documents, starts[None])
 
 
 def _rounded(count: int) -> int:

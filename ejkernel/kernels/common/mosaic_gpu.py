@@ -5,7 +5,6 @@ through an `Engine`: `HARDWARE` issues warpgroup matmuls, `EMULATION` computes t
 because Pallas' interpreter knows barriers and asynchronous copies but not every form of a matmul.
 """
 
-import functools
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
@@ -13,8 +12,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
+
+from ejkernel.kernels.common import mosaic_gpu_registers as in_registers
 
 # The multiprocessors of an H100 SXM and of an H200: how many blocks a persistent kernel starts.
 MULTIPROCESSORS = 132
@@ -319,35 +319,26 @@ class Hardware:
         @plgpu.inline_mgpu(arg_types=(layout, layout, rows_layout()), return_type=kind)
         def scale(context: Any, x: Any, repeated: Any, factors: Any) -> Any:
             # A branch of each thread on its own rows, which Pallas cannot say.
-            return _multiplied_where(x, repeated, factors)
+            return in_registers.multiplied_where(x, repeated, factors)
 
         return scale(x, along_rows(factors, x.shape), factors)
 
+    def hide(self, x: jax.Array, first: jax.Array | None, last: jax.Array | None) -> jax.Array:
+        """`x` with -inf before the column `first` of each row, and after `last`."""
+        layout = plgpu.Layout.WGMMA
+        kind = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
+        ends = [end for end in (first, last) if end is not None]
+        rows = [rows_layout()] * len(ends)
 
-def _multiplied_where(x: Any, repeated: Any, factors: Any) -> Any:
-    """`x * repeated` in threads that have a factor other than 1, as they lie in registers."""
-    ir: Any = importlib.import_module("jax._src.lib.mlir").ir
-    dialects: Any = importlib.import_module("jax._src.lib.mlir.dialects")
-    arith, scf, vector = dialects.arith, dialects.scf, dialects.vector
+        @plgpu.inline_mgpu(arg_types=(layout, *rows), return_type=kind)
+        def between(context: Any, x: Any, *ends: Any) -> Any:
+            # Each thread has up to 32 columns of a row: comparing takes four instructions for each
+            # of them, a bit of one number little more than one.
+            given = iter(ends)
+            both = (None if end is None else next(given) for end in (first, last))
+            return in_registers.shown(x, *both)
 
-    def numbers(register: Any) -> list[Any]:
-        if not isinstance(register.type, ir.VectorType):
-            return [register]
-        size = ir.VectorType(register.type).shape[0]
-        return [vector.extract(register, [], [i]) for i in range(size)]
-
-    one = arith.constant(ir.F32Type.get(), 1.0)
-    own = [number for register in factors.registers.flat for number in numbers(register)]
-    differs = [arith.cmpf(arith.CmpFPredicate.UNE, number, one) for number in own]
-    some = functools.reduce(arith.ori, differs)
-    before = list(x.registers.flat)
-    branch = scf.IfOp(some, [register.type for register in before], has_else=True)
-    with ir.InsertionPoint(branch.then_block):
-        scf.yield_(list((x * repeated).registers.flat))
-    with ir.InsertionPoint(branch.else_block):
-        scf.yield_(before)
-    after = np.asarray(list(branch.results), dtype=object).reshape(x.registers.shape)
-    return type(x)(_registers=after, _layout=x.layout, _is_signed=x.is_signed)
+        return between(x, *ends)
 
 
 class _Held:
@@ -396,6 +387,14 @@ class Emulation(Hardware):
 
     def scale_rows(self, x: jax.Array, factors: jax.Array, always: bool) -> jax.Array:
         return x * along_rows(factors, x.shape)
+
+    def hide(self, x: jax.Array, first: jax.Array | None, last: jax.Array | None) -> jax.Array:
+        column = column_index(x.shape)
+        if first is not None:
+            x = jnp.where(column >= along_rows(first, x.shape), x, -jnp.inf)
+        if last is not None:
+            x = jnp.where(column <= along_rows(last, x.shape), x, -jnp.inf)
+        return x
 
 
 HARDWARE, EMULATION = Hardware(), Emulation()

@@ -26,7 +26,11 @@ def visible(rule: Rule, drawn: Rule) -> Rule:
         tokens = rule.q_ids.shape[-1]
         ids = jnp.arange(tokens, dtype=jnp.int32) * rule.documents // tokens
         ids = jnp.broadcast_to(ids, rule.q_ids.shape)
-        return Segments(ids, ids, documents=rule.documents)
+        starts = rule.starts
+        if starts is not None:
+            first = -(-jnp.arange(starts.shape[-1], dtype=jnp.int32) * tokens // rule.documents)
+            starts = jnp.broadcast_to(first, starts.shape)
+        return Segments(ids, ids, rule.documents, starts)
     return drawn
 
 

@@ -27,8 +27,9 @@ from ejkernel.kernels.flash_attention.pallas_gpu_backward_kernel import (
     starts_with_lse,
 )
 from ejkernel.kernels.flash_attention.pallas_gpu_bias import ALONE, bias_gradient, together
+from ejkernel.kernels.flash_attention.pallas_gpu_deal import Units
 from ejkernel.kernels.flash_attention.pallas_gpu_tile import LOG2_E, Operands
-from ejkernel.kernels.flash_attention.pallas_gpu_walk import Units, visibility, walk, walk_columns
+from ejkernel.kernels.flash_attention.pallas_gpu_walk import visibility, walk, walk_columns
 from ejkernel.types.rules import Everything
 
 

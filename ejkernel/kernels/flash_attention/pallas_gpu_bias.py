@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from ejkernel.kernels.flash_attention.inputs import Inputs, Spec
 from ejkernel.kernels.flash_attention.pallas_gpu_backward_kernel import Part, Tiles
-from ejkernel.kernels.flash_attention.pallas_gpu_walk import Units, dealt
+from ejkernel.kernels.flash_attention.pallas_gpu_deal import Units, dealt
 
 # Of a kernel that sums nothing.
 ALONE = Tiles(consumers=2, columns=64, stages=4, overlap=False)

@@ -20,8 +20,9 @@ from jax.scipy.special import logsumexp
 
 from ejkernel.kernels.common import mosaic_gpu as gpu
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
+from ejkernel.kernels.flash_attention.pallas_gpu_deal import Units
 from ejkernel.kernels.flash_attention.pallas_gpu_tile import LOG2_E, ROWS, Operands, Tile
-from ejkernel.kernels.flash_attention.pallas_gpu_walk import Units, tile_counts, visibility, walk
+from ejkernel.kernels.flash_attention.pallas_gpu_walk import tile_counts, visibility, walk
 from ejkernel.types.rules import Everything
 
 # The peak of a row that has seen nothing: finite, so that -inf less than it is -inf and not NaN.
@@ -263,7 +264,16 @@ class _Forward:
         count, partial = tile_counts(tiles_of_unit)
         first_row = line * tiles.block_q + warpgroup * ROWS
         room = self.room(lap, warpgroup)
-        tile = Tile(self.spec, self.operands, self.refs, row, head, first_row, tiles.block_k)
+        tile = Tile(
+            self.spec,
+            self.operands,
+            self.refs,
+            row,
+            head,
+            first_row,
+            tiles.block_k,
+            engine=engine,
+        )
         shared = self.shared
         masked = self.operands.masked
 

@@ -19,6 +19,7 @@ from ejkernel.kernels.common import mosaic_gpu as gpu
 from ejkernel.kernels.flash_attention import pallas_gpu_joint_engine as engine
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
 from ejkernel.kernels.flash_attention.pallas_gpu_backward import _row_terms
+from ejkernel.kernels.flash_attention.pallas_gpu_deal import Units
 from ejkernel.kernels.flash_attention.pallas_gpu_forward import whole_tiles
 from ejkernel.kernels.flash_attention.pallas_gpu_joint_walk import (
     HOLDERS,
@@ -30,7 +31,7 @@ from ejkernel.kernels.flash_attention.pallas_gpu_joint_walk import (
     Walked,
 )
 from ejkernel.kernels.flash_attention.pallas_gpu_tile import ROWS, Operands
-from ejkernel.kernels.flash_attention.pallas_gpu_walk import Units, visibility, walk_columns
+from ejkernel.kernels.flash_attention.pallas_gpu_walk import visibility, walk_columns
 from ejkernel.types.rules import Everything
 
 CHUNK = 64  # columns of the gradients of queries that are computed at once, at most

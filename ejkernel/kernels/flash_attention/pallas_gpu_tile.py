@@ -103,10 +103,11 @@ class Tile:
         first_row: Any,
         columns: int,
         transposed: bool = False,
+        engine: gpu.Hardware | None = None,
     ):
         self.spec, self.operands, self.refs = spec, operands, refs
         self.row, self.head, self.first_row = row, head, first_row
-        self.shape, self.transposed = (ROWS, columns), transposed
+        self.shape, self.transposed, self.engine = (ROWS, columns), transposed, engine
         self.needs_place = operands.masked or "bias" in refs or "seed" in refs
         kinds = ("key_number",) if transposed else ("query_number", "lower", "upper")
         names = [name for name in operands.arrays if any(kind in name for kind in kinds)]
@@ -129,8 +130,21 @@ class Tile:
                 logits, factor = jnp.tanh(logits), cap * LOG2_E
                 slope = 1.0 - logits * logits
         if with_mask:
-            logits = jnp.where(self.visible(at), logits, -jnp.inf)
+            logits = self._hidden(logits, at)
         return Logits(logits, factor, slope)
+
+    def _hidden(self, logits: jax.Array, at: Any) -> jax.Array:
+        """Logits, and -inf where the mask hides a pair; between bounds of rows by the engine."""
+        if self.engine is None or self.operands.condition is None:
+            return jnp.where(self.visible(at), logits, -jnp.inf)
+        condition, refs = self.operands.condition, self.refs
+        names = [condition.prefix + kind for kind in ("lower", "upper")]
+        bounds = [self._of_rows[name] - at if name in refs else None for name in names]
+        if any(bound is not None for bound in bounds):
+            logits = self.engine.hide(logits, *bounds)
+        if parts := self._parts(condition, at, bounds=False):
+            logits = jnp.where(functools.reduce(jnp.logical_and, parts), logits, -jnp.inf)
+        return logits
 
     def kept(self, at: Any) -> jax.Array:
         """Which weights dropout keeps."""
@@ -157,10 +171,14 @@ class Tile:
     def _satisfied(self, condition: Condition | None, at: Any) -> jax.Array:
         if condition is None:
             raise ValueError("flash_attention: a call without a mask has no partial tiles.")
+        return functools.reduce(jnp.logical_and, self._parts(condition, at))
+
+    def _parts(self, condition: Condition, at: Any, bounds: bool = True) -> list[jax.Array]:
+        """What a condition asks of pairs, one after the other; bounds of keys if they count."""
         parts = []
         for kind, compare in (("lower", jnp.greater_equal), ("upper", jnp.less_equal)):
             name = condition.prefix + kind
-            if name not in self.refs:
+            if name not in self.refs or not bounds:
                 continue
             if self.transposed:
                 key = gpu.along_rows(gpu.row_index(ROWS) + self.first_row, self.shape)
@@ -184,7 +202,7 @@ class Tile:
         for either in condition.unions:
             found = (self._satisfied(one, at) for one in either)
             parts.append(functools.reduce(jnp.logical_or, found))
-        return functools.reduce(jnp.logical_and, parts)
+        return parts
 
     def bias(self, at: Any) -> jax.Array:
         """The bias of a tile, float32."""

@@ -11,6 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ejkernel.kernels.flash_attention.pallas_gpu_deal import (
+    FEW,
+    Units,
+    dealt,
+    dealt_alike,
+    sorting,
+)
 from ejkernel.types.block_map import EMPTY, FULL, PARTIAL, block_map
 from ejkernel.types.rules import (
     Band,
@@ -30,8 +37,6 @@ _FAR = 2**29
 # Bits of a number of blocks, of which there are so few.
 _BITS = 16
 MOST_KEYS = 2 ** (_BITS + 6) - 64
-# What stays in the cache of an H100 or H200 while other data passes through: a part of its half.
-_CACHE_BYTES = 16 * 2**20
 # What a query and a key carry that match nothing.
 _NO_QUERY, _NO_KEY = -(2**31), -(2**31) + 1
 
@@ -95,26 +100,6 @@ def why_not(rule: Rule) -> str | None:
     return next(filter(None, map(why_not, inner)), None)
 
 
-class Units(NamedTuple):
-    """The units of work of a pass: how many there are, and what they share.
-
-    Attributes:
-        batch: batch rows.
-        heads: heads that have units of their own.
-        group: query heads that one unit serves.
-        pairs: batch rows times key heads; the units of one read the same arrays.
-        shared_bytes: how large these are.
-        workers: blocks of threads among which the units are dealt.
-    """
-
-    batch: int
-    heads: int
-    group: int
-    pairs: int
-    shared_bytes: int
-    workers: int
-
-
 def walk(rule: Rule, units: Units, q_len: int, kv_len: int, block_q: int, block_k: int) -> Walk:
     """The tiles of every query block."""
     if not jax.tree.leaves(rule):  # known before anything runs
@@ -125,6 +110,10 @@ def walk(rule: Rule, units: Units, q_len: int, kv_len: int, block_q: int, block_
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
 def _walk(rule, units, q_len, kv_len, block_q, block_k) -> Walk:
+    if all(map(_is_interval, rule.parts())):
+        sizes = (-(-size // block) * block for size, block in ((q_len, block_q), (kv_len, block_k)))
+        seen = _visibility(rule, q_len, kv_len, *sizes)
+        return _ranges(seen, units, q_len, kv_len, block_q, block_k)
     state = block_map(rule, q_len, kv_len, block_q, block_k).state
     if kv_len % block_k:  # what lies past the last key must be masked
         last = jnp.arange(state.shape[-1]) == state.shape[-1] - 1
@@ -149,21 +138,79 @@ def _walk_columns(rule, units, q_len, kv_len, block_q, block_k) -> Walk:
     return _lines(jnp.swapaxes(state, 2, 3), units)
 
 
+def _is_interval(part: Rule) -> bool:
+    """Whether each query sees a range of keys, and neighbours see ranges that overlap."""
+    if isinstance(part, Band):
+        return part.q_positions is None
+    if isinstance(part, Segments):
+        return part.documents is not None
+    return isinstance(part, Chunks | KeyLength | QueryLength)
+
+
+def _ranges(seen: Visibility, units: Units, q_len, kv_len, block_q, block_k) -> Walk:
+    """The lists of `_lines` where each line visits one range of blocks: nothing to sort in them."""
+    blocks = -(-kv_len // block_k)
+    lower, upper = np.int32(0), np.int32(kv_len - 1)
+    lower = lower if seen.lower is None else jnp.maximum(seen.lower, lower)
+    upper = upper if seen.upper is None else jnp.minimum(seen.upper, upper)
+    lower, upper = jnp.broadcast_arrays(lower, upper)
+    real = jnp.arange(lower.shape[1]) < q_len
+    sees = real & (lower <= upper)
+    rows = (
+        jnp.where(sees, lower // block_k, blocks),
+        jnp.where(sees, upper // block_k + 1, 0),
+        jnp.where(real, -(-lower // block_k), 0),
+        jnp.where(real, (upper + 1) // block_k, blocks),
+    )
+    # Of a line: the first block of which some query sees something, and the one after the last;
+    # the first of which every query sees all, and the one after the last.
+    first, after, all_first, all_after = lax.reduce(
+        tuple(x.reshape(x.shape[0], 1, -1, block_q) for x in rows),
+        (np.int32(blocks), np.int32(0), np.int32(0), np.int32(blocks)),
+        lambda a, b: (
+            jnp.minimum(a[0], b[0]),
+            jnp.maximum(a[1], b[1]),
+            jnp.maximum(a[2], b[2]),
+            jnp.minimum(a[3], b[3]),
+        ),
+        (3,),
+    )
+    # A line without blocks still writes its result: it visits one, in which it sees nothing.
+    count = jnp.maximum(after - first, 1)
+    full = jnp.maximum(all_after - all_first, 0)
+    partial = count - full
+    early = jnp.where(full > 0, all_first - first, count)  # partial ones before the full ones
+    step = jnp.arange(blocks, dtype=jnp.int32)
+    first, full, early, all_partial = (x[..., None] for x in (first, full, early, partial))
+    moved = jnp.where(step < all_partial, full, early - all_partial)
+    index = jnp.minimum(first + step + jnp.where(step < early, 0, moved), blocks - 1)
+    return _dealt_walk(count, partial, index, units)
+
+
 def _lines(state: jax.Array, units: Units) -> Walk:
     rank = jnp.where(state == PARTIAL, 0, jnp.where(state == FULL, 1, 2)).astype(jnp.int32)
-    index = _sorting(rank)
+    index = sorting(rank)
     partial = (state == PARTIAL).sum(-1, dtype=jnp.int32)
     count = (state != EMPTY).sum(-1, dtype=jnp.int32)
     # A line without blocks still writes its result: it visits one, in which it sees nothing.
     partial = jnp.where(count == 0, 1, partial)
     count = jnp.maximum(count, 1)
-    lines = state.shape[2]
+    return _dealt_walk(count, partial, index, units)
+
+
+def _dealt_walk(count: jax.Array, partial: jax.Array, index: jax.Array, units: Units) -> Walk:
+    lines = count.shape[2]
+    both = partial << _BITS | count
+    if (
+        count.shape[:2] == (1, 1)
+        and units.group == 1
+        and units.batch * units.heads * lines**2 <= FEW
+    ):
+        return Walk(*dealt_alike(count[0, 0], both[0, 0], units), count, partial, index)
     lengths = jnp.broadcast_to(count, (units.batch, units.heads * units.group, lines))
     lengths = lengths.reshape(units.batch, units.heads, units.group, lines).sum(2)
     order = dealt(lengths.reshape(-1), units)
-    both = jnp.broadcast_to(
-        partial << _BITS | count, (units.batch, units.heads * units.group, lines)
-    )
+    both = jnp.broadcast_to(both, (units.batch, units.heads * units.group, lines))
     tiles = both[:, :: units.group].reshape(-1)[jnp.maximum(order, 0)]
     return Walk(order, tiles, count, partial, index)
 
@@ -171,58 +218,6 @@ def _lines(state: jax.Array, units: Units) -> Walk:
 def tile_counts(tiles: Any) -> tuple[Any, Any]:
     """How many blocks a unit visits, and how many of them are partial."""
     return tiles & (2**_BITS - 1), lax.shift_right_logical(tiles, _BITS)
-
-
-def dealt(lengths: jax.Array, units: Units) -> jax.Array:
-    """Which unit each worker does in each lap, [laps, workers]; -1 for none.
-
-    Section by section, so that what the units of a section read stays in the cache. In a section
-    the longest are dealt first, there and back again: who got the longest of one lap gets the
-    shortest of the next. Each section begins with another worker, so that what is still uneven,
-    and uneven in the same way in all sections, comes to all.
-    """
-    sections = _sections(lengths.size, units)
-    size = lengths.size // sections
-    order = _sorting(-lengths.reshape(sections, size))
-    order = order + size * jnp.arange(sections, dtype=jnp.int32)[:, None]
-    laps, workers = -(-size // units.workers), units.workers
-    place = np.arange(laps * workers).reshape(laps, workers)
-    place[1::2] = place[1::2, ::-1]
-    turned = [np.roll(place, i * workers // sections, axis=1) for i in range(sections)]
-    dealt = [one + i * laps * workers for i, one in enumerate(turned)]
-    padding = ((0, 0), (0, laps * workers - size))
-    padded = jnp.pad(order, padding, constant_values=-1).reshape(-1)
-    return padded[np.concatenate(dealt)]
-
-
-def _sections(count: int, units: Units) -> int:
-    """In how many sections to do so many units: few enough that each keeps all workers busy."""
-    fit, best = max(1, _CACHE_BYTES // units.shared_bytes), 1
-    for sections in range(1, units.pairs + 1):
-        if 2 * count < 3 * units.workers * sections:
-            break
-        if units.pairs % sections == 0:
-            best = sections
-            if units.pairs // sections <= fit:
-                break
-    return best
-
-
-def _sorting(numbers: jax.Array) -> jax.Array:
-    """What sorts numbers along the last axis, equal ones in the order in which they stand.
-
-    Few are counted and not sorted: two small kernels on a GPU, where a sort takes a dozen. How many
-    others come first says where a number goes; then each place looks for the one that goes there.
-    """
-    size = numbers.shape[-1]
-    if numbers.size * size > 2**25:
-        return jnp.argsort(numbers, axis=-1, stable=True).astype(jnp.int32)
-    place = jnp.arange(size, dtype=jnp.int32)
-    other, one = numbers[..., None, :], numbers[..., :, None]
-    first = (other < one) | ((other == one) & (place < place[:, None]))
-    goes = first.sum(-1, dtype=jnp.int32)
-    here = goes[..., None, :] == place[:, None]
-    return jnp.where(here, place, 0).sum(-1, dtype=jnp.int32)
 
 
 def visibility(rule: Rule, q_len: int, kv_len: int, q_size: int, kv_size: int) -> Visibility | None:
@@ -304,6 +299,12 @@ def _documents(part: Segments, size: int) -> tuple[jax.Array, jax.Array]:
 
     Two bounds of a row are read once, where the ids of keys would be read with every tile.
     """
+    if part.starts is not None:
+        starts = part.starts.reshape(-1, 1, part.starts.shape[-1]).astype(jnp.int32)
+        token = jnp.arange(size, dtype=jnp.int32)[:, None]
+        first = jnp.where(starts <= token, starts, -1).max(-1)
+        end = jnp.where(starts > token, starts, _FAR).min(-1)
+        return jnp.where(first < 0, _FAR, first), jnp.where(end == _FAR, -1, end - 1)
     ids = _padded(part.q_ids, size, -1)
     number = jnp.arange(part.documents, dtype=jnp.int32)  # pyright: ignore[reportArgumentType]
     lengths = (ids[:, None] == number[:, None]).sum(-1, dtype=jnp.int32)[:, None]  # [b', 1, m]
