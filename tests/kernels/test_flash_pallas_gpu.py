@@ -25,7 +25,7 @@ from ejkernel.kernels.flash_attention.pallas_gpu_backward_kernel import (
     OF_QUERIES,
     OF_VALUES,
 )
-from ejkernel.kernels.flash_attention.pallas_gpu_forward import Tiles
+from ejkernel.kernels.flash_attention.pallas_gpu_tile import Tiles
 from ejkernel.types.rules import (
     And,
     Band,
@@ -356,6 +356,8 @@ def _compare(results, exact, rounded) -> None:
         jax.tree.map(np.testing.assert_array_equal, other, results[0])
 
 
+_STARTED = _ids(100, 80, 60, -16)
+FROM_STARTS = Segments(_STARTED, _STARTED, 4, jnp.array([[0, 100, 180, 240, 240]], jnp.int32))
 SMALL = {"batch": 2, "queries": 256, "heads": 2, "kv_heads": 1, "head_dim": 64}
 INTERPRETED = {
     "plain": {},
@@ -363,6 +365,7 @@ INTERPRETED = {
     "window": {"mask": Band(-40, 0)},
     "blind": {"mask": Band(None, -70)},
     "packed": {"batch": 1, "mask": Segments(_ids(100, 60, 80, -16), _ids(100, 60, 80, -16))},
+    "documents": {"batch": 1, "mask": FROM_STARTS & Band(None, 0), "head_dim": 128},
     "lengths": {"mask": KeyLength(jnp.array([50, 0]))},
     "prefix": {"mask": Or((Band(None, 0), KeyLength(jnp.array([100, 0]))))},
     "union": {"mask": Or((Band(-70, 0), Segments(_ids(90, 100, 66), _ids(90, 100, 66))))},
@@ -474,7 +477,7 @@ def test_every_access_is_ordered_by_a_barrier(name, monkeypatch):
 @needs_interpreter
 @pytest.mark.parametrize(
     "name",
-    ["causal", *(pytest.param(x, marks=[pytest.mark.slow]) for x in ("dims_apart", "wide"))],
+    ["documents", *(pytest.param(x, marks=[pytest.mark.slow]) for x in ("dims_apart", "wide"))],
 )
 def test_one_block_of_threads_does_unit_after_unit(name, monkeypatch):
     """Memory of queries and results is used again, and no access before its turn."""

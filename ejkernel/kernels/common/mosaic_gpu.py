@@ -328,9 +328,8 @@ class Hardware:
         layout = plgpu.Layout.WGMMA
         kind = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
         ends = [end for end in (first, last) if end is not None]
-        rows = [rows_layout()] * len(ends)
 
-        @plgpu.inline_mgpu(arg_types=(layout, *rows), return_type=kind)
+        @plgpu.inline_mgpu(arg_types=(layout, *[rows_layout()] * len(ends)), return_type=kind)
         def between(context: Any, x: Any, *ends: Any) -> Any:
             # Each thread has up to 32 columns of a row: comparing takes four instructions for each
             # of them, a bit of one number little more than one.

@@ -24,8 +24,8 @@ from ejkernel.kernels.flash_attention.pallas_gpu_backward_kernel import (
     Part,
 )
 from ejkernel.kernels.flash_attention.pallas_gpu_backward_kernel import Tiles as BackwardTiles
-from ejkernel.kernels.flash_attention.pallas_gpu_forward import ROWS, Tiles
 from ejkernel.kernels.flash_attention.pallas_gpu_short import is_short
+from ejkernel.kernels.flash_attention.pallas_gpu_tile import ROWS, Tiles
 from ejkernel.ops.config import BwdParams, FwdParams
 from ejkernel.ops.implementation import Implementation, Pass
 from ejkernel.ops.platform import Device, Platform, device_of

@@ -8,7 +8,6 @@ feeds the tensor cores. Blocks of threads stay and draw units of work from a lis
 first.
 """
 
-import dataclasses
 import functools
 import types
 from typing import Any
@@ -21,7 +20,7 @@ from jax.scipy.special import logsumexp
 from ejkernel.kernels.common import mosaic_gpu as gpu
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
 from ejkernel.kernels.flash_attention.pallas_gpu_deal import Units
-from ejkernel.kernels.flash_attention.pallas_gpu_tile import LOG2_E, ROWS, Operands, Tile
+from ejkernel.kernels.flash_attention.pallas_gpu_tile import LOG2_E, ROWS, Operands, Tile, Tiles
 from ejkernel.kernels.flash_attention.pallas_gpu_walk import tile_counts, visibility, walk
 from ejkernel.types.rules import Everything
 
@@ -32,36 +31,6 @@ SLACK = 8.0
 # Logits known to lie between plus and minus so many powers of two need no peak at all: sums over
 # all keys, times any value that a model has, are still numbers. Weights are, too, in bfloat16.
 BOUND = 80.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Tiles:
-    """How the work is cut: computing warpgroups, keys of a tile, tiles that are kept in flight."""
-
-    consumers: int
-    block_k: int
-    stages: int
-
-    @property
-    def block_q(self) -> int:
-        return ROWS * self.consumers
-
-    def shared_bytes(self, head_dim: int, value_dim: int) -> int:
-        """Shared memory for queries, keys, values, and results where they lie apart."""
-        held = self.block_q * head_dim * self.rooms(head_dim, value_dim)
-        if head_dim != value_dim:
-            held += self.block_q * value_dim
-        return 2 * (held + self.stages * self.block_k * (head_dim + value_dim))
-
-    def rooms(self, head_dim: int, value_dim: int) -> int:
-        """How many units' queries there is room for: two, so that the next come early, or one.
-
-        Results lie where the queries of their warpgroup lay, if dims are equal: otherwise they
-        would reach into those of another, and have memory of their own.
-        """
-        rows = self.block_q + self.stages * self.block_k
-        fits = 2 * rows * (head_dim + value_dim) <= gpu.SHARED_BYTES
-        return 2 if fits and head_dim == value_dim else 1
 
 
 def whole_tiles(inputs: Inputs) -> bool:
@@ -288,8 +257,9 @@ class _Forward:
 
             Else they are taken by where each part of the queries begins.
             """
-            wide = max(self.matrices["queries"].columns, self.value_columns) > 128
-            return lax.optimization_barrier(room) if wide else room
+            short = max(self.matrices["queries"].columns, self.value_columns) > 128
+            short |= masked and bool(self.operands.condition.unions)
+            return lax.optimization_barrier(room) if short else room
 
         def softmax(products, at, with_mask, peak, mass):
             logits, factor, _ = tile.logits(products, at, with_mask)

@@ -19,6 +19,36 @@ LOG2_E = math.log2(math.e)
 
 
 @dataclasses.dataclass(frozen=True)
+class Tiles:
+    """How the work is cut: computing warpgroups, keys of a tile, tiles that are kept in flight."""
+
+    consumers: int
+    block_k: int
+    stages: int
+
+    @property
+    def block_q(self) -> int:
+        return ROWS * self.consumers
+
+    def shared_bytes(self, head_dim: int, value_dim: int) -> int:
+        """Shared memory for queries, keys, values, and results where they lie apart."""
+        held = self.block_q * head_dim * self.rooms(head_dim, value_dim)
+        if head_dim != value_dim:
+            held += self.block_q * value_dim
+        return 2 * (held + self.stages * self.block_k * (head_dim + value_dim))
+
+    def rooms(self, head_dim: int, value_dim: int) -> int:
+        """How many units' queries there is room for: two, so that the next come early, or one.
+
+        Results lie where the queries of their warpgroup lay, if dims are equal: otherwise they
+        would reach into those of another, and have memory of their own.
+        """
+        rows = self.block_q + self.stages * self.block_k
+        fits = 2 * rows * (head_dim + value_dim) <= gpu.SHARED_BYTES
+        return 2 if fits and head_dim == value_dim else 1
+
+
+@dataclasses.dataclass(frozen=True)
 class Condition:
     """A `Visibility` inside a kernel: what its arrays' names begin with, and how many there are."""
 
