@@ -258,7 +258,8 @@ class _Forward:
             Else they are taken by where each part of the queries begins.
             """
             short = max(self.matrices["queries"].columns, self.value_columns) > 128
-            short |= masked and bool(self.operands.condition.unions)
+            if (condition := self.operands.condition) is not None:
+                short |= bool(condition.pairs or condition.unions)
             return lax.optimization_barrier(room) if short else room
 
         def softmax(products, at, with_mask, peak, mass):
