@@ -57,7 +57,7 @@ def forward(inputs: Inputs, spec: Spec, params: Any) -> tuple[Outputs, Outputs]:
         ],
         results,
         mode,
-        Launch(mode.programs * mode.rows // mode.combine_rows, *_COMBINE),
+        Launch(mode.programs * mode.combine_chunks + mode.combine_clear, *_COMBINE),
         aliases={7: 0, 8: 1},
     )
     outputs = Outputs(out, lse)

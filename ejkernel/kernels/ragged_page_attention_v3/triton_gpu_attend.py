@@ -57,8 +57,12 @@ def _share_of_few(
         kv_length = tl.load(info + 2 * mode.sequences + sequence)
         kv_length = tl.minimum(kv_length, mode.table_width * mode.page_size)
         # A 0 that the compiler does not know: what rows of a tile need is then computed for each
-        # item anew, and takes no registers all the time.
-        zero = tl.load(info + sequence, volatile=True) - start
+        # item anew, and takes no registers all the time. Where they are short only one that is
+        # waited for will do.
+        if mode.pairs:
+            zero = tl.load(info + sequence, volatile=True) - start
+        else:
+            zero = tl.minimum(length, 0)
         blocks, units = item_units(length, kv_length, mode)
         held = blocks * mode.kv_heads * units
         if base + held <= at:
@@ -271,6 +275,14 @@ def _leave(
     else:
         at = place * mode.rows + index
         column = tl.arange(0, mode.value_width)
-        tl.store(parts + at[:, None] * mode.value_width + column[None, :], total)
-        tl.store(peaks + at, peak)
-        tl.store(masses + at, mass)
+        to = parts + at[:, None] * mode.value_width + column[None, :]
+        if mode.wide_rows > 0 or mode.pairs:
+            tl.store(to, total)
+            tl.store(peaks + at, peak)
+            tl.store(masses + at, mass)
+        else:
+            # Most rows of an item of few rows are none; others lack the registers for a mask.
+            there = index < real * mode.group
+            tl.store(to, total, mask=there[:, None])
+            tl.store(peaks + at, peak, mask=there)
+            tl.store(masses + at, mass, mask=there)

@@ -119,6 +119,8 @@ class Mode:
     edge_stages: int | None  # of the loop over tiles that are seen in part; None: as the launch has
     combine_rows: int  # what a program of the second kernel takes at once
     combine_parts: int
+    combine_chunks: int  # programs of it for one of the first
+    combine_clear: int  # and those beside, for queries of no sequence
 
 
 class Operands(NamedTuple):
@@ -180,6 +182,7 @@ def _geometry(inputs: Inputs, spec: Spec, shape: Shape) -> dict[str, Any]:
     group = heads // sizes.kv_heads
     narrowest = 32 if _pairs(inputs) else 16
     narrow = max(16, padded(group))
+    queries = min(narrow // group, -(-t // s))  # of an item of few rows, on average
     items, per_batch = 0, s
     if shape.rows:
         # Each sequence may have one block that is not full.
@@ -225,6 +228,8 @@ def _geometry(inputs: Inputs, spec: Spec, shape: Shape) -> dict[str, Any]:
         # Few rows are cut into many parts, many rows into few.
         "combine_rows": 8 if shape.rows else 1,
         "combine_parts": 1 if shape.rows else 16 if padded(values.shape[-1]) <= 128 else 8,
+        "combine_chunks": shape.rows // 8 or min(narrow, max(4, queries * group)),
+        "combine_clear": 0 if shape.rows else min(b * t, shape.programs),
     }
 
 

@@ -299,26 +299,43 @@ def combine(
 ):  # fmt: skip
     """Some rows of an item that several programs had a part of; it began in `program`.
 
-    And zeros for queries of no sequence, where those are not items of the list.
+    And zeros for queries of no sequence, where those are not items of the list: by programs of
+    their own, at the end.
     """
+    number = tl.program_id(0)
+    program = number // mode.combine_chunks
+    if program < mode.programs:
+        _put_together(
+            cut, parts, peaks, masses, v_scale, sinks, out, lse, program,
+            number - program * mode.combine_chunks, mode,
+        )  # fmt: skip
+    elif mode.wide_rows == 0:
+        first = number - mode.programs * mode.combine_chunks
+        for token in range(first, mode.batch * mode.tokens, mode.combine_clear):
+            _clear(info, v_scale, sinks, out, lse, token, mode)
+
+
+@kernel
+def _put_together(
+    cut, parts, peaks, masses, v_scale, sinks, out, lse, program, chunk, mode: tl.constexpr
+):
+    """The rows of a chunk, and every so many further ones if the item has more."""
     size: tl.constexpr = mode.combine_rows
-    chunks: tl.constexpr = mode.rows // size
-    program = tl.program_id(0) // chunks
-    first = tl.program_id(0) % chunks * size
     remaining = tl.load(cut + program * 8)
+    batch = tl.load(cut + program * 8 + 1)
+    row = tl.load(cut + program * 8 + 2)
     real = tl.load(cut + program * 8 + 3)
-    if (remaining > 0) & (first < real * mode.group):
-        batch = tl.load(cut + program * 8 + 1)
-        row = tl.load(cut + program * 8 + 2)
-        head = tl.load(cut + program * 8 + 4)
-        share = tl.load(cut + program * 8 + 5)
+    head = tl.load(cut + program * 8 + 4)
+    share = tl.load(cut + program * 8 + 5)
+    end = tl.where(remaining > 0, real * mode.group, 0)
+    count = 1 + (remaining + share - 1) // tl.maximum(share, 1)
+    for first in range(chunk * size, end, mode.combine_chunks * size):
         index = first + tl.arange(0, size)
-        count = 1 + (remaining + share - 1) // share
         total = tl.full([size, mode.value_width], 0.0, tl.float32)
         peak = tl.full([size], -3.4028234663852886e38, tl.float32)
         mass = tl.full([size], 0.0, tl.float32)
-        for chunk in range(0, count, mode.combine_parts):
-            number = chunk + tl.arange(0, mode.combine_parts)
+        for begin in range(0, count, mode.combine_parts):
+            number = begin + tl.arange(0, mode.combine_parts)
             # What began in a program lies behind what it had of an earlier item.
             place = 2 * (program + number) + (number == 0).to(tl.int32)
             at = place[:, None] * mode.rows + index[None, :]
@@ -338,6 +355,3 @@ def combine(
             total = total * shrink[:, None] + tl.sum(x * weight[:, :, None], 0)
             peak = new_peak
         finish(total, peak, mass, v_scale, sinks, out, lse, batch, row, real, head, index, mode)
-    if mode.wide_rows == 0:
-        for token in range(tl.program_id(0), mode.batch * mode.tokens, tl.num_programs(0)):
-            _clear(info, v_scale, sinks, out, lse, token, mode)
