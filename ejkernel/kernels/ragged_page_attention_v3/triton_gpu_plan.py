@@ -227,7 +227,7 @@ def _geometry(inputs: Inputs, spec: Spec, shape: Shape) -> dict[str, Any]:
         "edge_stages": 1 if padded(max(head_dim, values.shape[-1])) <= 128 else None,
         # Few rows are cut into many parts, many rows into few.
         "combine_rows": 8 if shape.rows else 1,
-        "combine_parts": 1 if shape.rows else 16 if padded(values.shape[-1]) <= 128 else 8,
+        "combine_parts": 1 if shape.rows else _parts(inputs),
         "combine_chunks": shape.rows // 8 or min(narrow, max(4, queries * group)),
         "combine_clear": 0 if shape.rows else min(b * t, shape.programs),
     }
@@ -238,6 +238,14 @@ def _pairs(inputs: Inputs) -> bool:
     query, keys, values = inputs.query, inputs.key_pages, values_of(inputs)
     even = keys.shape[-1] % 2 == 0 and values.shape[-1] % 2 == 0
     return even and np.dtype(keys.dtype).itemsize == 1 and np.dtype(query.dtype).itemsize == 2
+
+
+def _parts(inputs: Inputs) -> int:
+    """How many parts of few rows are put together at once: more would not stay in registers."""
+    width = padded(values_of(inputs).shape[-1])
+    if width <= 128:
+        return 32 if width <= 64 else 16
+    return 8 if np.dtype(inputs.query.dtype).itemsize == 2 else 4
 
 
 def _pages_of_tile(block_k: int, page_size: int) -> int:
