@@ -76,7 +76,12 @@ def _random_mask():
 
 
 PAIRS = (1, 8, 4096, 4096)
-BIASES = {"bias": PAIRS, "bias_of_keys": (2, 1, 1, 4096), "everything": PAIRS}
+BIASES = {
+    "bias": PAIRS,
+    "bias_unmasked": PAIRS,
+    "bias_of_keys": (2, 1, 1, 4096),
+    "everything": PAIRS,
+}
 # Functions, because some masks are large.
 FEATURES = {
     "full": dict,
@@ -90,6 +95,7 @@ FEATURES = {
     "prefix": lambda: {"mask": CAUSAL | KeyLength(jnp.array([3000, 100]))},
     "union": lambda: {"mask": CAUSAL | Segments(_documents(), _documents())},
     "bias": lambda: {"bias": BIASES["bias"], "mask": CAUSAL},
+    "bias_unmasked": lambda: {"bias": BIASES["bias"]},
     "bias_of_keys": lambda: {"bias": BIASES["bias_of_keys"], "mask": CAUSAL},
     "soft_cap": lambda: {"soft_cap": 50.0, "mask": CAUSAL},
     "sinks": lambda: {"sinks": True, "mask": Band(-127, 0)},
@@ -150,7 +156,7 @@ def _programs():
             extras |= {"soft_cap": 50.0} if name in ("soft_cap", "everything") else {}
             extras |= {"dropout": name in ("dropout", "everything")}
             extras |= {"bias": BIASES.get(name)}
-            extras |= {} if name == "full" else {"mask": CAUSAL}
+            extras |= {} if name in ("full", "bias_unmasked") else {"mask": CAUSAL}
             inputs, spec = call(**extras, **dims)
             refused = pallas_gpu.why_not(inputs, spec, H200)
             for params in () if refused else implementation.forward.choices(inputs, spec, H200):

@@ -6,6 +6,7 @@ definition, twice, because an error that moves is a race.
 """
 
 import dataclasses
+from typing import Any
 
 import gpu_compile
 import jax
@@ -222,6 +223,27 @@ def test_every_candidate_fits_shared_memory(dims):
         tiles = pallas_gpu.chosen_tiles(inputs, params)
         assert (tiles.block_q, tiles.block_k) == (params.q_blocksize, params.kv_blocksize)
         assert tiles.shared_bytes(*dims) <= mosaic_gpu.SHARED_BYTES
+
+
+def test_a_bias_for_every_pair_is_brought_to_shared_memory():
+    """Two tiles of it for each warpgroup where there is room, none at the widest heads."""
+
+    def slots(part, **change):
+        inputs, spec = programs.call(**change)
+        of_keys, of_queries = pallas_gpu.chosen_backward_tiles(inputs, spec, None)
+        found = part.brought(of_keys[0] if part.for_keys else of_queries, inputs)
+        return (found.slots, found.transposed) if found else None
+
+    pairs: dict[str, Any] = {"bias": programs.PAIRS}
+    assert slots(OF_KEYS_AND_VALUES, **pairs) == (2, True)
+    assert slots(OF_QUERIES, **pairs) == (2, False)
+    assert slots(OF_VALUES, head_dim=256, **pairs) is None
+    assert slots(OF_QUERIES) is None
+    assert slots(OF_QUERIES, bias=(1, 8, 1, 4096)) is None
+    wide = programs.call(**pairs)[0]
+    wide = wide._replace(bias=jax.ShapeDtypeStruct(programs.PAIRS, jnp.float32))
+    _, of_queries = pallas_gpu.chosen_backward_tiles(wide, programs.call()[1], None)
+    assert not OF_QUERIES.brought(of_queries, wide)
 
 
 needs_assembler = pytest.mark.skipif(

@@ -22,6 +22,7 @@ from ejkernel.kernels.flash_attention.pallas_gpu_backward_kernel import (
     OF_QUERIES,
     OF_VALUES,
     Part,
+    dims_of,
 )
 from ejkernel.kernels.flash_attention.pallas_gpu_backward_kernel import Tiles as BackwardTiles
 from ejkernel.kernels.flash_attention.pallas_gpu_short import is_short
@@ -83,7 +84,7 @@ def heuristic(inputs: Inputs, spec: Spec, device: Device) -> FwdParams:
 
 def candidates(inputs: Inputs, spec: Spec, device: Device) -> list[FwdParams]:
     """All tiles worth timing."""
-    head_dim, value_dim = _dims(inputs)
+    head_dim, value_dim = dims_of(inputs)
     sizes = [(2, 128), (2, 64), (3, 128), (3, 64)]
     if inputs.query.shape[1] <= ROWS:
         sizes = [(1, 128), (1, 64)]
@@ -96,27 +97,21 @@ def chosen_tiles(inputs: Inputs, params: FwdParams | None) -> Tiles:
     default = _default(inputs)
     if params is None:
         return default
-    head_dim, value_dim = _dims(inputs)
+    head_dim, value_dim = dims_of(inputs)
     consumers = min(3, -(-(params.q_blocksize or default.block_q) // ROWS))
     block_k = min(128, -(-(params.kv_blocksize or default.block_k) // 64) * 64)
     stages = min(4, max(2, params.num_stages or 4))
     return _fitting(consumers, block_k, head_dim, value_dim, stages) or default
 
 
-def _dims(inputs: Inputs) -> tuple[int, int]:
-    """Head and value dim as the tensor cores see them."""
-    head_dim, value_dim = (-(-x.shape[3] // 16) * 16 for x in (inputs.query, inputs.value))
-    return head_dim, value_dim
-
-
 def _default(inputs: Inputs) -> Tiles:
     sizes = [(2, 128), (2, 64), (1, 128), (1, 64)]
     if inputs.query.shape[1] <= ROWS:
         sizes = sizes[2:]
-    elif _dims(inputs)[1] <= 64 and _unmasked(inputs, 128):  # the more rows, the less is read
+    elif dims_of(inputs)[1] <= 64 and _unmasked(inputs, 128):  # the more rows, the less is read
         sizes = [(3, 128), *sizes]
     for consumers, block_k in sizes:
-        tiles = _fitting(consumers, block_k, *_dims(inputs))
+        tiles = _fitting(consumers, block_k, *dims_of(inputs))
         if tiles and _in_registers(tiles, inputs):
             return tiles
     return Tiles(1, 64, 2)
@@ -140,7 +135,7 @@ def _fitting(
 
 def _in_registers(tiles: Tiles, inputs: Inputs) -> bool:
     """Whether a thread can hold its part of logits, weights and output."""
-    dims = _dims(inputs)
+    dims = dims_of(inputs)
     own = dims[1] // 2 + tiles.block_k * 3 // 4
     if inputs.dropout is not None:  # the bits of every weight as well
         own += tiles.block_k // 2
@@ -177,7 +172,7 @@ def chosen_backward_tiles(
     """
     params = params or BwdParams()
     q_blocksize, kv_blocksize = params.q_blocksize or 64, params.kv_blocksize or 64
-    head, value = (dim // 2 for dim in _dims(inputs))
+    head, value = (dim // 2 for dim in dims_of(inputs))
     choose = functools.partial(_backward_tiles, inputs, spec, params.num_stages)
     capped_and_dropped = inputs.dropout is not None and spec.logits_soft_cap is not None
     if head + value + (80 if capped_and_dropped else 64) <= _ROOM:
@@ -202,11 +197,11 @@ def _backward_tiles(
     """The columns asked for if there is room, with overlap if there is room for that too."""
     sums, stages = sums + _extra(inputs, spec), min(4, max(2, stages or 4))
     wide = BackwardTiles(2, 128, stages, False)
-    if columns > 64 and sums + 128 < _ROOM and part.stages(wide, _dims(inputs)):
+    if columns > 64 and sums + 128 < _ROOM and part.stages(wide, dims_of(inputs)):
         return wide
     tiles = BackwardTiles(2, 64, stages, True)
     # What products and sums both read is given back a tile later.
-    found = part.stages(tiles, _dims(inputs))
+    found = part.stages(tiles, dims_of(inputs))
     early = part == OF_VALUES or (found is not None and found[0] > 2)
     return dataclasses.replace(tiles, overlap=early and sums + 64 * with_overlap <= _ROOM)
 
@@ -245,11 +240,11 @@ def behind_backward(inputs: Inputs, spec: Spec, device: Device) -> frozenset[Pla
     """CuDNN computes five products for a tile; so does our one kernel, but two compute seven.
 
     That decides between 64 and 128 columns: narrower heads are bound by the exponentials, wider
-    ones by what it does with them. And of packed documents it computes more.
+    ones by what it does with them. Of packed documents it computes more, and a bias slows it down.
     """
-    if _joint(inputs, spec):
+    if _joint(inputs, spec) or inputs.bias is not None:
         return frozenset()
-    between = 128 < sum(_dims(inputs)) <= 256
+    between = 128 < sum(dims_of(inputs)) <= 256
     packed = "segments" in (inputs.mask or Everything()).features()
     return frozenset({Platform.CUDA}) if between and not packed else frozenset()
 

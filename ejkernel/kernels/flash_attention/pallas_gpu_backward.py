@@ -141,7 +141,8 @@ def run(
     order = plan.order
     if part.logits:
         order = together(plan.count, units, inputs.bias.shape)  # type: ignore[union-attr]
-    operands = Operands.of(inputs, seen, q_size, kv_size, transposed=for_keys)
+    turned = for_keys and not part.brought(tiles, inputs)
+    operands = Operands.of(inputs, seen, q_size, kv_size, for_keys, turned)
     pad = lambda x, fill: jnp.pad(x, ((0, 0), (0, 0), (0, q_size - t)), constant_values=fill)
     lse = pad(terms.lse, -jnp.inf if starts_with_lse(spec) else jnp.inf)
     arrays = {

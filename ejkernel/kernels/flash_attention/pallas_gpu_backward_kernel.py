@@ -12,6 +12,7 @@ from jax import lax
 from ejkernel.kernels.common import mosaic_gpu as gpu
 from ejkernel.kernels.flash_attention.inputs import Inputs, Spec
 from ejkernel.kernels.flash_attention.pallas_gpu_backward_tiles import Walked
+from ejkernel.kernels.flash_attention.pallas_gpu_brought import Brought
 from ejkernel.kernels.flash_attention.pallas_gpu_forward import whole_tiles
 from ejkernel.kernels.flash_attention.pallas_gpu_tile import ROWS, Operands, Tile
 
@@ -79,20 +80,33 @@ class Part:
         A matrix that is also summed from stays for longer, so that it has two at least, and more
         where there is a choice.
         """
-        held = 2 * tiles.rows * sum(dims[i] for i in self.held(dims))
-        terms = 2 * 4 * tiles.columns if self.for_keys else 0
-        room = SHARED_BYTES - (SUMMING_BYTES if self.rows else 0)
-
-        def fits(stages: tuple[int, int]) -> bool:
-            moving = sum(2 * tiles.columns * dim * n for dim, n in zip(dims, stages, strict=True))
-            return held + moving + terms * stages[0] <= room
-
+        fits = lambda stages: self.room_beside(tiles, dims, stages) >= 0
         least = [2 if i in self.summed else 1 for i in range(2)]
         first, second = (range(low, max(tiles.stages, low) + 1) for low in least)
         both = itertools.product(first, second)
         fit = [x for x in both if abs(x[0] - x[1]) <= 1 and fits(x)]
         kept = self.summed[-1] if self.summed else 0
         return max(fit, key=lambda x: (min(x), x[kept], sum(x)), default=None)
+
+    def room_beside(self, tiles: Tiles, dims: tuple[int, int], stages: tuple[int, int]) -> int:
+        """Bytes of shared memory that so many tiles leave."""
+        held = 2 * tiles.rows * sum(dims[i] for i in self.held(dims))
+        terms = 2 * 4 * tiles.columns * stages[0] if self.for_keys else 0
+        moving = sum(2 * tiles.columns * dim * n for dim, n in zip(dims, stages, strict=True))
+        return SHARED_BYTES - (SUMMING_BYTES if self.rows else 0) - held - terms - moving
+
+    def brought(self, tiles: Tiles, inputs: Inputs) -> Brought:
+        """How the bias comes through shared memory, if it does."""
+        dims = dims_of(inputs)
+        stages = self.stages(tiles, dims)
+        room = 0 if stages is None else self.room_beside(tiles, dims, stages)
+        return Brought.of(inputs.bias, tiles.consumers, tiles.columns, room, self.for_keys)
+
+
+def dims_of(inputs: Inputs) -> tuple[int, int]:
+    """Head and value dim as the tensor cores see them."""
+    head_dim, value_dim = (-(-x.shape[3] // 16) * 16 for x in (inputs.query, inputs.value))
+    return head_dim, value_dim
 
 
 OF_KEYS_AND_VALUES = Part(True, (1, 0))
@@ -132,11 +146,11 @@ class Kernel:
         of = lambda i, count, rows: gpu.Matrices(
             self.dtype, count, rows, (inputs.query, inputs.value)[i].shape[3], whole
         )
-        self.dims = of(0, 1, ROWS).columns, of(1, 1, ROWS).columns
+        self.dims = dims_of(inputs)
         stages = part.stages(tiles, self.dims)
         if stages is None:
             raise ValueError(f"flash_attention: no memory for {tiles} with dims of {self.dims}.")
-        self.stages = stages
+        self.stages, self.brought = stages, part.brought(tiles, inputs)
         self.rooms = part.rooms(self.dims)
         self.held = {i: of(i, tiles.consumers, ROWS) for i in part.held(self.dims)}
         self.moving = {i: of(i, stages[i], tiles.columns) for i in range(2)}
@@ -159,7 +173,7 @@ class Kernel:
         if self.part.for_keys:
             shape = (self.stages[0], 2, self.tiles.columns)
             scratch["terms"] = gpu.plgpu.SMEM(shape, gpu.jnp.float32)
-        return scratch
+        return scratch | self.brought.scratch(self.interpreted)
 
     def body(self, refs: dict[str, Any], results: Any, shared: dict[str, Any]) -> None:
         """What every warpgroup does."""
@@ -231,6 +245,8 @@ class Kernel:
                     if self.part.for_keys and i == 0:
                         source = self.refs["terms"].at[row, query_head, :, columns]
                         plgpu.copy_gmem_to_smem(source, shared.terms.at[slot], here)
+                place = row, query_head, line * tiles.rows, at
+                self.brought.copy(shared, self.refs, step, *place)
                 return step + 1
 
             return lax.fori_loop(0, self.refs["count"][lists], tile, step)
@@ -248,7 +264,7 @@ class Kernel:
             tile = Tile(
                 self.spec,
                 self.operands,
-                self.refs,
+                self.brought.others(self.refs),
                 row,
                 query_head,
                 first_row,

@@ -67,7 +67,7 @@ class Walked:
         """Products, then sums; the weights are found while the second product is under way."""
         step, sums, taken = carry
         products, summed = self.part.products, self.part.summed
-        begun = self.before(j, with_mask)
+        begun = self.before(j, step, with_mask)
         self.wait(products[1:] if self.ahead else products, step)
 
         def all_of_it(accumulators, values):
@@ -99,7 +99,7 @@ class Walked:
     def narrow_tile(self, with_mask, j, carry):
         """One product after the other: the second needs the registers of the first."""
         step, sums, taken = carry
-        begun = self.before(j, with_mask)
+        begun = self.before(j, step, with_mask)
 
         def product(i):
             self.wait((i,), step)
@@ -119,7 +119,7 @@ class Walked:
     def first_tile(self, with_mask, carry):
         step, sums, taken = carry
         products = self.part.products
-        begun = self.before(0, with_mask)
+        begun = self.before(0, step, with_mask)
         self.wait(products, step)
 
         def found(accumulators, values):
@@ -138,7 +138,7 @@ class Walked:
         """Products of this tile and sums of the one before are under way together."""
         step, sums, taken, left = carry
         products, summed = self.part.products, self.part.summed
-        begun = self.before(j, with_mask)
+        begun = self.before(j, step, with_mask)
         self.wait(products, step)
         self.wait(self.late, step - 1)
 
@@ -170,7 +170,7 @@ class Walked:
         self.free(self.part.summed, step - 1)
         return step, sums, taken
 
-    def before(self, j, with_mask):
+    def before(self, j, step, with_mask):
         """What a logit begins with: -inf where the mask hides a pair, the bias; None for nothing.
 
         Before the tile is waited for: then the waiting keeps what this reads, and what the products
@@ -178,7 +178,8 @@ class Walked:
         """
         bias = None
         if "bias" in self.work.refs:
-            bias = self.tile.bias(self.place(j))
+            bias = self.work.brought.take(self.shared, self.engine, self.warpgroup, step)
+            bias = self.tile.bias(self.place(j)) if bias is None else bias.astype(jnp.float32)
             if self.work.spec.logits_soft_cap is not None:  # of -inf there is a finite cap
                 bias = jnp.maximum(bias, -1e30)
             bias = bias * (1.0 / self.work.spec.softmax_scale)
@@ -249,7 +250,7 @@ class Walked:
         return wide and self.tile.drops and not self.tiles.overlap
 
     def place(self, j):
-        if not self.tile.needs_place:
+        if not self.tile.needs_place and not self.part.logits:
             return 0
         index = self.work.refs["index"][self.lists * self.work.blocks + j]
         return index * self.tiles.columns

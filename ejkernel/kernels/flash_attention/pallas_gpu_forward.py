@@ -19,6 +19,7 @@ from jax.scipy.special import logsumexp
 
 from ejkernel.kernels.common import mosaic_gpu as gpu
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
+from ejkernel.kernels.flash_attention.pallas_gpu_brought import Brought
 from ejkernel.kernels.flash_attention.pallas_gpu_deal import Units
 from ejkernel.kernels.flash_attention.pallas_gpu_tile import LOG2_E, ROWS, Operands, Tile, Tiles
 from ejkernel.kernels.flash_attention.pallas_gpu_walk import tile_counts, visibility, walk
@@ -31,6 +32,8 @@ SLACK = 8.0
 # Logits known to lie between plus and minus so many powers of two need no peak at all: sums over
 # all keys, times any value that a model has, are still numbers. Weights are, too, in bfloat16.
 BOUND = 80.0
+# Shared memory of a block less its barriers: nothing here is summed through it.
+_SHARED_BYTES = 232448 - 1024
 
 
 def whole_tiles(inputs: Inputs) -> bool:
@@ -100,6 +103,7 @@ def forward(
         ),
         scratch_types={
             **scratch,
+            **work.brought.scratch(interpreted),
             "query_here": gpu.barriers(matrices["queries"].count, matrices["queries"].strips),
             "query_free": gpu.barriers(matrices["queries"].count),
             "key_here": gpu.barriers(stages, matrices["keys"].strips),
@@ -144,6 +148,9 @@ class _Forward:
         self.matrices = {"queries": queries, "keys": keys, "values": values}
         if self.apart:
             self.matrices["results"] = matrices(count, ROWS, inputs.value.shape[3])
+        room = _SHARED_BYTES - tiles.shared_bytes(keys.columns, values.columns)
+        bias = operands.arrays.get("bias")
+        self.brought = Brought.of(bias, tiles.consumers, tiles.block_k, room, transposed=False)
         self.interpreted = interpreted
         cap = spec.logits_soft_cap
         self.bounded = (
@@ -222,6 +229,9 @@ class _Forward:
                     lambda free=free: plgpu.barrier_wait(free.at[slot])
                 )
                 room.fetch(self.refs[name], row, rows, key_head, slot, here.at[slot])
+                if name == "key":
+                    at = line * tiles.block_q, block * tiles.block_k
+                    self.brought.copy(self.shared, self.refs, step, row, head, *at)
             return step + 1
 
         return lax.fori_loop(0, tile_counts(tiles_of_unit)[0], tile, step)
@@ -236,7 +246,7 @@ class _Forward:
         tile = Tile(
             self.spec,
             self.operands,
-            self.refs,
+            self.brought.others(self.refs),
             row,
             head,
             first_row,
@@ -262,8 +272,8 @@ class _Forward:
                 short |= bool(condition.pairs or condition.unions)
             return lax.optimization_barrier(room) if short else room
 
-        def softmax(products, at, with_mask, peak, mass):
-            logits, factor, _ = tile.logits(products, at, with_mask)
+        def softmax(products, at, with_mask, peak, mass, bias):
+            logits, factor, _ = tile.logits(products, at, with_mask, bias=bias)
             if self.bounded:
                 weights, new_peak, shrink = jnp.exp2(logits * factor), peak, peak
             else:
@@ -279,6 +289,7 @@ class _Forward:
                 weights = jnp.where(tile.kept(at), weights, 0.0)
             return weights, new_peak, mass, shrink
 
+        bias_of = functools.partial(self.brought.take, shared, engine, warpgroup)
         # The first tile has nothing to overlap with.
         slot, at = lax.rem(step, tiles.stages), place(0)
         plgpu.barrier_wait(self.shared.query_here.at[room])
@@ -292,12 +303,9 @@ class _Forward:
         nothing = gpu.full((ROWS, tiles.block_k), 0.0)
         ((logits,), _) = engine.run(first, (nothing,))
         plgpu.barrier_arrive(self.shared.key_free.at[slot])
+        lowest = gpu.full((ROWS,), 0.0 if self.bounded else LEAST)
         weights, peak, mass, _ = softmax(
-            logits,
-            at,
-            masked,
-            gpu.full((ROWS,), 0.0 if self.bounded else LEAST),
-            gpu.full((ROWS,), 0.0),
+            logits, at, masked, lowest, gpu.full((ROWS,), 0.0), bias_of(step)
         )
         weights = weights.astype(self.dtype)
         plgpu.barrier_wait(self.shared.value_here.at[slot])
@@ -318,9 +326,12 @@ class _Forward:
                 if self.turns:
                     following = lax.rem(warpgroup + 1, tiles.consumers)
                     plgpu.barrier_arrive(self.shared.turn.at[following])
+                # With a mask there are not enough registers for it beside the logits.
+                bias = None if masked else bias_of(step)
                 new_logits = engine.read(logits, unfinished=shared.values.shape.strips)
+                bias = bias_of(step) if masked else bias
                 plgpu.barrier_arrive(self.shared.key_free.at[slot])
-                found = softmax(new_logits, at, with_mask, peak[...], mass[...])
+                found = softmax(new_logits, at, with_mask, peak[...], mass[...], bias)
                 # Everything up to here happens before the wait below, hidden behind the product.
                 # What holds the assembler to that is the branch in waiting for the values, which
                 # the next product needs. Weights are narrowed after it: the product under way

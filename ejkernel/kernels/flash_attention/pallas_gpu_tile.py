@@ -76,8 +76,12 @@ class Operands:
         q_size: int,
         kv_size: int,
         transposed: bool = False,
+        bias_turned: bool = False,
     ) -> "Operands":
-        """What tiles need; where keys are their rows, what pairs have stands transposed too."""
+        """What tiles need; where keys are their rows, what pairs have stands transposed too.
+
+        Of the bias that is said apart: it may be turned later.
+        """
         arrays = {}
         turned = lambda x: jnp.swapaxes(x, 2, 3) if transposed else x
 
@@ -95,7 +99,8 @@ class Operands:
 
         condition = None if seen is None else named(seen, "")
         if inputs.bias is not None:
-            arrays["bias"] = turned(_whole_blocks(inputs.bias, q_size, kv_size))
+            bias = _whole_blocks(inputs.bias, q_size, kv_size)
+            arrays["bias"] = jnp.swapaxes(bias, 2, 3) if bias_turned else bias
         if inputs.dropout is not None:
             seed, batch, head = (jnp.asarray(x).reshape(-1) for x in inputs.dropout)
             arrays |= {"seed": seed, "batch_index": batch, "head_index": head}
@@ -106,6 +111,11 @@ def _whole_blocks(bias: jax.Array, q_size: int, kv_size: int) -> jax.Array:
     t, s = bias.shape[2:]
     padding = [(0, 0), (0, 0), (0, 0 if t == 1 else q_size - t), (0, 0 if s == 1 else kv_size - s)]
     return jnp.pad(bias, padding) if any(b for _, b in padding) else bias
+
+
+def broadcast(ref: Any, row: Any, head: Any) -> tuple[Any, Any]:
+    """Batch row and head in an array whose axes of size 1 serve all."""
+    return row if ref.shape[0] > 1 else 0, head if ref.shape[1] > 1 else 0
 
 
 class Logits(NamedTuple):
@@ -144,18 +154,27 @@ class Tile:
         self._of_rows = {name: self._rows(refs[name]) for name in names}
 
     def logits(
-        self, products: jax.Array, at: Any, with_mask: bool, with_bias: bool = True
+        self,
+        products: jax.Array,
+        at: Any,
+        with_mask: bool,
+        with_bias: bool = True,
+        bias: jax.Array | None = None,
     ) -> Logits:
-        """Logits from products of queries and keys; without bias if that is in the products."""
+        """Logits from products of queries and keys; without bias if that is in the products.
+
+        A `bias` that is given stands for the one in global memory.
+        """
         factor = self.spec.softmax_scale * LOG2_E
         logits, slope = products, None
-        with_bias = with_bias and "bias" in self.refs
-        if with_bias or self.spec.logits_soft_cap is not None:
+        if with_bias and bias is None and "bias" in self.refs:
+            bias = self.bias(at)
+        if bias is not None or self.spec.logits_soft_cap is not None:
             cap, factor = self.spec.logits_soft_cap, LOG2_E
             shrink = 1.0 if cap is None else 1.0 / cap
             logits = logits * (self.spec.softmax_scale * shrink)
-            if with_bias:
-                logits = logits + self.bias(at) * shrink
+            if bias is not None:
+                logits = logits + bias.astype(jnp.float32) * shrink
             if cap is not None:
                 logits, factor = jnp.tanh(logits), cap * LOG2_E
                 slope = 1.0 - logits * logits
@@ -252,8 +271,8 @@ class Tile:
         return lax.broadcast_in_dim(ref[row, head, 0, 0].astype(jnp.float32), self.shape, ())
 
     def broadcast(self, ref: Any) -> tuple[Any, Any]:
-        """Batch row and head in an array whose axes of size 1 serve all."""
-        return self.row if ref.shape[0] > 1 else 0, self.head if ref.shape[1] > 1 else 0
+        """Its batch row and head in an array."""
+        return broadcast(ref, self.row, self.head)
 
     def _rows(self, ref: Any) -> jax.Array:
         """A number for each row of the tile, from [b' or 1, length]."""
