@@ -103,6 +103,7 @@ def test_the_lists_show_exactly_the_mask(name, blocks):
         row, head, line = np.unravel_index(unit, (batch, heads, lines))
         at = (row % count.shape[0], head % count.shape[1], line)
         assert pallas_gpu_walk.tile_counts(numbers) == (count[at], partial[at])
+        assert sorted(index[at]) == list(range(kv_size // block_k))
         for step, block in enumerate(index[at][: count[at]]):
             q = np.arange(line * block_q, (line + 1) * block_q)
             k = np.arange(block * block_k, (block + 1) * block_k)

@@ -181,9 +181,15 @@ def _ranges(seen: Visibility, units: Units, q_len, kv_len, block_q, block_k) -> 
     partial = count - full
     early = jnp.where(full > 0, all_first - first, count)  # partial ones before the full ones
     step = jnp.arange(blocks, dtype=jnp.int32)
+    visited = count[..., None]
     first, full, early, all_partial = (x[..., None] for x in (first, full, early, partial))
     moved = jnp.where(step < all_partial, full, early - all_partial)
-    index = jnp.minimum(first + step + jnp.where(step < early, 0, moved), blocks - 1)
+    first = jnp.minimum(first, blocks - 1)
+    index = first + step + jnp.where(step < early, 0, moved)
+    # Behind them the blocks that hide everything, whose gradients of a bias are written, too.
+    hidden = step - visited
+    hidden = jnp.where(hidden < first, hidden, hidden + visited)
+    index = jnp.where(step < visited, index, hidden)
     return _dealt_walk(count, partial, index, units)
 
 
