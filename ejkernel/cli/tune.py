@@ -1,6 +1,7 @@
 """`ejkernel tune`: measure configurations for this device and write the table that ships."""
 
 import dataclasses
+import itertools
 import multiprocessing
 import os
 import tempfile
@@ -28,14 +29,13 @@ from ejkernel.ops.workload import Workload
 SHIPPED = Path(ejkernel.__file__).parent / "data" / "tuned"
 
 
-def calls_of(subject: Subject, workload: Workload, dtype: Dtype) -> list[Invocation]:
-    """The forward and the backward pass of a workload; integers keep the values they have."""
+def call_of(
+    subject: Subject, workload: Workload, direction: subjects.Direction, dtype: Dtype
+) -> Invocation:
+    """A pass of a workload; integers keep the values they have."""
     call = subject.invocation(workload.build())
     inputs = oracle.with_dtype(call.inputs, dtype)
-    return [
-        dataclasses.replace(call, inputs=inputs, direction=direction)
-        for direction in subjects.DIRECTIONS
-    ]
+    return dataclasses.replace(call, inputs=inputs, direction=direction)
 
 
 def _workloads(subject: Subject, names: list[str] | None) -> list[Workload]:
@@ -55,15 +55,15 @@ def _workloads(subject: Subject, names: list[str] | None) -> list[Workload]:
 
 
 class Outcome(NamedTuple):
-    """What tuning a named call gave: rows of the table shown, entries of that which ships."""
+    """What tuning gave: a row of the table that is shown, entries of that which ships."""
 
-    rows: list[tuple[str, ...]]
+    row: tuple[str, ...]
     entries: dict[Any, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """Tunes named calls of an operation; a process of its own gets it by pickling."""
+    """Tunes a pass of a named call of an operation; another process gets it by pickling."""
 
     op: str
     dtype: Dtype
@@ -71,33 +71,31 @@ class Task:
     until: float | None = None  # when no call is begun any more
     lock: Path | None = None  # of the device, where several processes tune on it
 
-    def __call__(self, name: str) -> Outcome:
+    def __call__(self, name: str, direction: subjects.Direction) -> Outcome:
         if self.until is not None and time.time() > self.until:
-            return Outcome([(name, "", "no time left", "", "", "")], {})
+            return Outcome((name, direction, "no time left", "", "", ""), {})
         subject = subjects.one(self.op)
         turn = None if self.lock is None else FileLock(self.lock)
         tuner = Tuner(warmup=1, iters=self.rounds, turn=turn)
         selector = ConfigSelectorChain(ConfigCache(), tuner=tuner)
-        rows, entries = [], {}
+        call = call_of(subject, _workloads(subject, [name])[0], direction, self.dtype)
         with settings.override(autotune_progress=True):
-            for call in calls_of(subject, _workloads(subject, [name])[0], self.dtype):
-                tuned = selector.tune(call)
-                if tuned is None:
-                    rows.append((name, call.direction, "none works", "", "", "all"))
-                    continue
-                tried = len(tuned.measurements) + len(tuned.dropped)
-                fastest = f"{subjects.label(tuned.best.source)} {tuned.best.params}"
-                if tried > 1:  # a single candidate is no choice, and nothing to remember
-                    entries[call.key] = selector.cache.get(call.key)
-                numbers = (f"{tuned.seconds * 1e3:.3f} ms", str(tried), str(len(tuned.dropped)))
-                rows.append((name, call.direction, fastest, *numbers))
-        return Outcome(rows, entries)
+            tuned = selector.tune(call)
+        if tuned is None:
+            return Outcome((name, direction, "none works", "", "", "all"), {})
+        tried = len(tuned.measurements) + len(tuned.dropped)
+        fastest = f"{subjects.label(tuned.best.source)} {tuned.best.params}"
+        row = (name, direction, fastest, f"{tuned.seconds * 1e3:.3f} ms", str(tried))
+        # A single candidate is no choice, and nothing to remember.
+        entries = {call.key: selector.cache.get(call.key)} if tried > 1 else {}
+        return Outcome((*row, str(len(tuned.dropped))), entries)
 
 
 def _outcomes(task: Task, names: list[str], workers: int) -> Iterator[Outcome]:
     """As they come, from here or from as many processes."""
+    passes = itertools.product(names, subjects.DIRECTIONS)
     if workers == 1:
-        yield from map(task, names)
+        yield from itertools.starmap(task, passes)
         return
     # Each takes what it needs of the device's memory, not most of it as it would alone.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -108,7 +106,7 @@ def _outcomes(task: Task, names: list[str], workers: int) -> Iterator[Outcome]:
         ) as pool,
     ):
         task = dataclasses.replace(task, lock=Path(folder) / "device.lock")
-        for done in as_completed(pool.submit(task, name) for name in names):
+        for done in as_completed([pool.submit(task, *one) for one in passes]):
             yield done.result()
 
 
@@ -134,9 +132,8 @@ def tune(
     table = Table("call", "pass", "fastest", "time", "candidates", "dropped", title=op)
     written: set[Path] = set()
     for outcome in _outcomes(Task(op, dtype, rounds, until), names, workers):
-        for row in outcome.rows:
-            table.add_row(*row)
-        # After every call, so that whoever stops half-way keeps what is known.
+        table.add_row(*outcome.row)
+        # After every pass, so that whoever stops half-way keeps what is known.
         written |= set(write_tuned(output, op, outcome.entries))
     console.print(table)
     for path in sorted(written):

@@ -25,7 +25,7 @@ from ejkernel.ops.platform import Device, Platform
 
 _EPS = float(np.finfo(np.float32).eps)
 _HOPELESS = 3.0  # times the best so far
-_NEAR = 1.5  # a platform whose guess is slower than that by no more is worth looking at closely
+_NEAR = 1.25  # a platform whose guess is slower than that by no more is worth looking at closely
 
 
 class Tuned(NamedTuple):

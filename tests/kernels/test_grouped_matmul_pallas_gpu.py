@@ -18,6 +18,7 @@ from ejkernel.kernels.common import mosaic_gpu
 from ejkernel.kernels.grouped_matmul import pallas_gpu, pallas_gpu_plan, reference
 from ejkernel.kernels.grouped_matmul.config import GroupedMatmulConfig
 from ejkernel.kernels.grouped_matmul.inputs import Inputs, Outputs, Spec
+from ejkernel.ops.platform import Platform
 
 SIZES = {
     "uneven": [130, 0, 1, 64, 63, 128, 200, 17],
@@ -112,6 +113,15 @@ def test_every_candidate_is_what_it_says_and_fits_shared_memory(direction):
             barriers = 8 * (2 * one.stages + 1)
             assert one.shared_bytes + barriers <= 232448 - 1024
             assert one.stages >= 2
+
+
+def test_rows_that_are_not_sorted_go_to_triton():
+    """Its kernel needs no sorted copy of them; sorted ones are multiplied faster here."""
+    (inputs, spec), forward = programs.call(), pallas_gpu.IMPLEMENTATION.forward
+    assert forward.behind(inputs, spec, H200) == frozenset()
+    ids = jax.ShapeDtypeStruct(inputs.inputs.shape[:1], jnp.int32)
+    unsorted = inputs._replace(group_ids=ids, group_sizes=None)
+    assert forward.behind(unsorted, spec, H200) == {Platform.TRITON}
 
 
 def test_parameters_become_tiles_that_exist():

@@ -15,7 +15,7 @@ from ejkernel.kernels.grouped_matmul.pallas_gpu_forward import rows_times_weight
 from ejkernel.kernels.grouped_matmul.pallas_gpu_plan import ROWS, Tiles, fitting, plan
 from ejkernel.kernels.grouped_matmul.pallas_gpu_weights import rows_times_rows
 from ejkernel.ops.implementation import Implementation, Pass
-from ejkernel.ops.platform import Device, device_of
+from ejkernel.ops.platform import Device, Platform, device_of
 
 NARROW = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
@@ -145,12 +145,22 @@ def heuristic_backward(inputs: Inputs, spec: Spec, device: Device) -> GroupedMat
     return _params(fitting(max(ROWS, _default(inputs).block_m), 256))
 
 
+def behind(inputs: Inputs, spec: Spec, device: Device) -> frozenset[Platform]:
+    """Rows that are not sorted: Triton's kernel takes them from where they are.
+
+    To sort and copy them, and the results back, takes longer than it is slower.
+    """
+    return frozenset() if inputs.group_ids is None else frozenset({Platform.TRITON})
+
+
 def _interpreted(inputs: Inputs) -> bool:
     return settings.interpret() and device_of(jax.tree.leaves(inputs)).platform != "gpu"
 
 
 IMPLEMENTATION = Implementation(
-    forward=Pass(run=forward, why_not=why_not, heuristic=heuristic, candidates=candidates),
+    forward=Pass(
+        run=forward, why_not=why_not, heuristic=heuristic, candidates=candidates, behind=behind
+    ),
     backward=Pass(
         run=backward,
         why_not=why_not_backward,
