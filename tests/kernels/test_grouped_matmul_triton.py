@@ -198,10 +198,12 @@ CALLS = [
 
 
 @needs_triton
-def test_it_compiles_for_hopper_without_local_memory():
-    kernels = compiled("grouped_matmul_compile.py", 90, "half_sizes_4096_4096_14336", guess=True)
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_first_choices_compile_without_local_memory(capability):
+    calls = ("half_sizes_4096_4096_14336", "half_ids_64_2048_1408_t")
+    kernels = compiled("grouped_matmul_compile.py", capability, *calls, guess=True)
     assert {kernel["kernel"] for kernel in kernels} == {"multiply", "sum_rows"}
-    assert all(kernel["wgmma"] for kernel in kernels)
+    assert capability != 90 or all(k["wgmma"] for k in kernels if k["call"] == calls[0])
 
 
 @needs_triton

@@ -11,9 +11,9 @@ from ejkernel.modules import ragged_page_attention_v3, ragged_page_attention_v3_
 MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}
 
 
-def assert_fits(capability, *calls):
-    """What the compiler says of every kernel of every candidate of these calls."""
-    kernels = compiled("paged_compile.py", capability, *calls)
+def assert_fits(capability, *calls, guess=False):
+    """What the compiler says of every kernel of every candidate of these calls, or of the guess."""
+    kernels = compiled("paged_compile.py", capability, *calls, guess=guess)
     assert {"attend", "combine"} <= {kernel["kernel"] for kernel in kernels}
     for kernel in kernels:
         if kernel["kernel"] == "attend":
@@ -27,10 +27,18 @@ def assert_fits(capability, *calls):
 
 
 @needs_triton
-@pytest.mark.slow
-def test_it_compiles_for_hopper_without_local_memory():
-    kernels = assert_fits(90, "decode_128_64_bfloat16_plain", "mixed_128_64_bfloat16_plain")
-    assert all(k["wgmma"] for k in kernels if k["kernel"] == "attend" and k["rows"] > 16)
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_first_choices_compile_without_local_memory(capability):
+    calls = (
+        "decode_128_64_bfloat16_plain",
+        "mixed_128_64_bfloat16_all",
+        "decode_64_16_e4m3_update",
+    )
+    kernels = assert_fits(capability, *calls, guess=True)
+    assert "write" in {kernel["kernel"] for kernel in kernels}
+    rows = [k for k in kernels if k["kernel"] == "attend" and k["rows"] > 16]
+    assert rows
+    assert capability != 90 or all(kernel["wgmma"] for kernel in rows)
 
 
 @needs_triton

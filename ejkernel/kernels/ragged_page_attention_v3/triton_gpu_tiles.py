@@ -329,29 +329,50 @@ def _put_together(
     share = tl.load(cut + program * 8 + 5)
     end = tl.where(remaining > 0, real * mode.group, 0)
     count = 1 + (remaining + share - 1) // tl.maximum(share, 1)
-    for first in range(chunk * size, end, mode.combine_chunks * size):
-        index = first + tl.arange(0, size)
-        total = tl.full([size, mode.value_width], 0.0, tl.float32)
-        peak = tl.full([size], -3.4028234663852886e38, tl.float32)
-        mass = tl.full([size], 0.0, tl.float32)
-        for begin in range(0, count, mode.combine_parts):
-            number = begin + tl.arange(0, mode.combine_parts)
-            # What began in a program lies behind what it had of an earlier item.
-            place = 2 * (program + number) + (number == 0).to(tl.int32)
-            at = place[:, None] * mode.rows + index[None, :]
-            there = (number < count)[:, None]
-            column = tl.arange(0, mode.value_width)[None, None, :]
-            x = tl.load(
-                parts + at[:, :, None] * mode.value_width + column,
-                mask=there[:, :, None],
-                other=0.0,
-            )
-            some = tl.load(peaks + at, mask=there, other=-3.4028234663852886e38)
-            amount = tl.load(masses + at, mask=there, other=0.0)
-            new_peak = tl.maximum(peak, tl.max(some, 0))
-            weight = tl.exp2(some - new_peak[None, :])
-            shrink = tl.exp2(peak - new_peak)
-            mass = mass * shrink + tl.sum(amount * weight, 0)
-            total = total * shrink[:, None] + tl.sum(x * weight[:, :, None], 0)
-            peak = new_peak
-        finish(total, peak, mass, v_scale, sinks, out, lse, batch, row, real, head, index, mode)
+    if mode.combine_chunks * size >= mode.rows:  # no loop for what happens once at most
+        if chunk * size < end:
+            _put_rows_together(
+                parts, peaks, masses, v_scale, sinks, out, lse,
+                program, count, batch, row, real, head, chunk * size, mode,
+            )  # fmt: skip
+    else:
+        for first in range(chunk * size, end, mode.combine_chunks * size):
+            _put_rows_together(
+                parts, peaks, masses, v_scale, sinks, out, lse,
+                program, count, batch, row, real, head, first, mode,
+            )  # fmt: skip
+
+
+@kernel
+def _put_rows_together(
+    parts, peaks, masses, v_scale, sinks, out, lse,
+    program, count, batch, row, real, head, first,
+    mode: tl.constexpr,
+):  # fmt: skip
+    """The rows from `first` on, from the `count` parts of their item."""
+    size: tl.constexpr = mode.combine_rows
+    index = first + tl.arange(0, size)
+    total = tl.full([size, mode.value_width], 0.0, tl.float32)
+    peak = tl.full([size], -3.4028234663852886e38, tl.float32)
+    mass = tl.full([size], 0.0, tl.float32)
+    for begin in range(0, count, mode.combine_parts):
+        number = begin + tl.arange(0, mode.combine_parts)
+        # What began in a program lies behind what it had of an earlier item.
+        place = 2 * (program + number) + (number == 0).to(tl.int32)
+        at = place[:, None] * mode.rows + index[None, :]
+        there = (number < count)[:, None]
+        column = tl.arange(0, mode.value_width)[None, None, :]
+        x = tl.load(
+            parts + at[:, :, None] * mode.value_width + column,
+            mask=there[:, :, None],
+            other=0.0,
+        )
+        some = tl.load(peaks + at, mask=there, other=-3.4028234663852886e38)
+        amount = tl.load(masses + at, mask=there, other=0.0)
+        new_peak = tl.maximum(peak, tl.max(some, 0))
+        weight = tl.exp2(some - new_peak[None, :])
+        shrink = tl.exp2(peak - new_peak)
+        mass = mass * shrink + tl.sum(amount * weight, 0)
+        total = total * shrink[:, None] + tl.sum(x * weight[:, :, None], 0)
+        peak = new_peak
+    finish(total, peak, mass, v_scale, sinks, out, lse, batch, row, real, head, index, mode)
