@@ -241,7 +241,11 @@ class _Judge:
         self.allowed: list[float] = []
         for one, other in zip(plain, exact, strict=True):
             eps = max(self.floor, 64 * _resolution(one)) if one is other else self.floor
-            self.allowed.append(2 * _distance(one, other) + eps * _largest(other))
+            largest = _largest(other)
+            # Numbers that differ by nothing to speak of may still be rounded to different sides.
+            last_place = _resolution(one) * 2.0 ** np.floor(np.log2(largest)) if largest else 0.0
+            twice = max(2 * _distance(one, other), last_place)
+            self.allowed.append(twice + eps * largest)
 
     def objection(self, result: Any) -> str | None:
         """Why the result cannot be right, or None."""

@@ -86,15 +86,15 @@ class Brought:
         slot = self.slot(warpgroup, step)
         gpu.plgpu.barrier_wait(shared.bias_here.at[slot])
         found = self._registers(shared.biases.at[slot], engine is gpu.EMULATION)
+        # A thread's own reads are ordered before a later copy by a fence alone, not by a barrier.
+        gpu.plgpu.commit_smem()
         gpu.plgpu.barrier_arrive(shared.bias_free.at[slot])
         return found
 
     def _registers(self, ref: Any, emulated: bool) -> jax.Array:
         """A matrix from shared memory; between two threads of a quad, numbers change places."""
         if emulated:
-            found = ref[...]
-            gpu.plgpu.commit_smem()  # a thread's own reads need a fence before the next copy
-            return found.T if self.transposed else found
+            return ref[...].T if self.transposed else ref[...]
         layouts = gpu.plgpu.Layout
         if not self.transposed:
             return gpu.load(ref, layouts.WGMMA)
