@@ -242,3 +242,15 @@ def test_the_named_calls_of_models_are_different_calls(name):
     for workload in named:
         jax.eval_shape(lambda workload=workload: look(workload))
     assert len(set(keys)) == len(named) >= 7
+
+
+def test_a_result_that_is_rounded_to_the_other_side_is_no_wrong_one():
+    """One place of the largest number away it passes, two places away it does not."""
+    judge = object.__new__(tuners._Judge)
+    judge.floor = tuners._EPS
+    exact = jnp.array([3.0, 1.0], jnp.float32)
+    plain = exact.astype(jnp.bfloat16)
+    judge._learn([plain], [exact])
+    place = 2.0**-6  # of bfloat16 numbers between 2 and 4
+    assert judge.objection([plain + jnp.array([place, 0], plain.dtype)]) is None
+    assert "is off by" in (judge.objection([plain + jnp.array([2 * place, 0], plain.dtype)]) or "")
