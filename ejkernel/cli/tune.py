@@ -59,6 +59,7 @@ class Outcome(NamedTuple):
 
     row: tuple[str, ...]
     entries: dict[Any, Any]
+    failed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +75,13 @@ class Task:
     def __call__(self, name: str, direction: subjects.Direction) -> Outcome:
         if self.until is not None and time.time() > self.until:
             return Outcome((name, direction, "no time left", "", "", ""), {})
+        try:
+            return self._tuned(name, direction)
+        except Exception as error:  # such as no memory left beside others; they go on
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            return Outcome((name, direction, f"failed: {reason}", "", "", ""), {}, failed=True)
+
+    def _tuned(self, name: str, direction: subjects.Direction) -> Outcome:
         subject = subjects.one(self.op)
         turn = None if self.lock is None else FileLock(self.lock)
         tuner = Tuner(warmup=1, iters=self.rounds, turn=turn)
@@ -131,12 +139,17 @@ def tune(
     console = Console()
     table = Table("call", "pass", "fastest", "time", "candidates", "dropped", title=op)
     written: set[Path] = set()
+    failed = 0
     for outcome in _outcomes(Task(op, dtype, rounds, until), names, workers):
         table.add_row(*outcome.row)
         # After every pass, so that whoever stops half-way keeps what is known.
         written |= set(write_tuned(output, op, outcome.entries))
+        failed += outcome.failed
     console.print(table)
     for path in sorted(written):
         console.print(f"written: {path}", soft_wrap=True)
+    if failed:
+        console.print(f"{failed} of these failed: with fewer --workers each has more memory.")
+        raise typer.Exit(1)
     if not written:
         console.print("nothing to write: no call has more than one candidate that works.")

@@ -242,9 +242,10 @@ class _Judge:
         for one, other in zip(plain, exact, strict=True):
             eps = max(self.floor, 64 * _resolution(one)) if one is other else self.floor
             largest = _largest(other)
-            # Numbers that differ by nothing to speak of may still be rounded to different sides.
+            # XLA may round a result alone; what computes in the same type rounds what it is made
+            # of as well, a place of the largest number beside the half that the result costs.
             last_place = _resolution(one) * 2.0 ** np.floor(np.log2(largest)) if largest else 0.0
-            twice = max(2 * _distance(one, other), last_place)
+            twice = max(2 * _distance(one, other), 1.5 * last_place)
             self.allowed.append(twice + eps * largest)
 
     def objection(self, result: Any) -> str | None:

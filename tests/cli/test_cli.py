@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ejkernel.cli import bench, demo, figures, mask, measure, subjects
+from ejkernel.cli import tune as tuning
 from ejkernel.cli.app import app
 from ejkernel.kernels import OPS
 from ejkernel.ops import executor
@@ -218,6 +219,23 @@ class TestTune:
         for call in subject.workloads[:6]:
             known = table.get(subject.invocation(call.build()).key) is not None
             assert known == (call.name in asked)
+
+    def test_a_call_that_fails_costs_no_other(self, tmp_path, monkeypatch):
+        def few(self, name, direction):
+            if direction == "backward":
+                raise MemoryError("no room left")
+            return tuned(self, name, direction)
+
+        tuned = tuning.Task._tuned
+        monkeypatch.setattr(tuning.Task, "_tuned", few)
+        options = ["--workload", "mask", "--dtype", "float32", "--rounds", "1"]
+        shown = run("tune", "mean_pooling", *options, "--output", str(tmp_path))
+        assert shown.exit_code == 1
+        assert "1 of these failed" in shown.output
+        assert "no room" in shown.output
+        subject = subjects.one("mean_pooling")
+        [call] = [x for x in subject.workloads if x.name == "mask"]
+        assert ShippedTable(subject.name, tmp_path).get(subject.invocation(call.build()).key)
 
     def test_an_unknown_named_call_is_an_error_that_lists_the_known(self):
         shown = run("tune", "flash_attention", "--workload", "nonsense")

@@ -227,7 +227,7 @@ def test_every_candidate_fits_shared_memory(dims):
 
 
 def test_a_bias_for_every_pair_is_brought_to_shared_memory():
-    """For keys, two tiles of it for each warpgroup where there is room; not for queries."""
+    """Two tiles of it for each warpgroup where there is room; to keys as it lies, transposed."""
 
     def slots(part, **change):
         inputs, spec = programs.call(**change)
@@ -237,7 +237,7 @@ def test_a_bias_for_every_pair_is_brought_to_shared_memory():
 
     pairs: dict[str, Any] = {"bias": programs.PAIRS}
     assert slots(OF_KEYS_AND_VALUES, **pairs) == (2, True)
-    assert slots(OF_QUERIES, **pairs) is None
+    assert slots(OF_QUERIES, **pairs) == (2, False)
     assert slots(OF_VALUES, head_dim=256, **pairs) is None
     assert slots(OF_KEYS_AND_VALUES) is None
     assert slots(OF_KEYS_AND_VALUES, bias=(1, 8, 1, 4096)) is None

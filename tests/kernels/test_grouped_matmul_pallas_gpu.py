@@ -115,13 +115,14 @@ def test_every_candidate_is_what_it_says_and_fits_shared_memory(direction):
             assert one.stages >= 2
 
 
-def test_rows_that_are_not_sorted_go_to_triton():
-    """Its kernel needs no sorted copy of them; sorted ones are multiplied faster here."""
-    (inputs, spec), forward = programs.call(), pallas_gpu.IMPLEMENTATION.forward
-    assert forward.behind(inputs, spec, H200) == frozenset()
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_rows_that_are_not_sorted_go_to_triton(direction):
+    """Its kernels need no sorted copy of them; sorted ones are multiplied faster here."""
+    (inputs, spec), one = programs.call(), getattr(pallas_gpu.IMPLEMENTATION, direction)
+    assert one.behind(inputs, spec, H200) == frozenset()
     ids = jax.ShapeDtypeStruct(inputs.inputs.shape[:1], jnp.int32)
     unsorted = inputs._replace(group_ids=ids, group_sizes=None)
-    assert forward.behind(unsorted, spec, H200) == {Platform.TRITON}
+    assert one.behind(unsorted, spec, H200) == {Platform.TRITON}
 
 
 def test_parameters_become_tiles_that_exist():

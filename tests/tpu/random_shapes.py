@@ -80,6 +80,8 @@ def _grouped_matmul(draw: random.Random) -> tuple:
     while groups * k * n > 2**32:  # 8 GiB of weights
         groups, n = max(1, groups // 2), n if groups > 1 else n // 2
     dtype = draw.choice((jnp.bfloat16, jnp.bfloat16, jnp.float32))
+    while groups * k * n * jnp.dtype(dtype).itemsize > 2**33:  # or there is no room for gradients
+        groups, n = max(1, groups // 2), n if groups > 1 else n // 2
     static: dict[str, Any] = {"transpose_rhs": draw.random() < 0.3}
     if draw.random() < 0.3:
         static["preferred_element_type"] = jnp.float32

@@ -98,9 +98,7 @@ class Part:
     def brought(self, tiles: Tiles, inputs: Inputs) -> Brought:
         """How the bias comes through shared memory, if it does."""
         dims = dims_of(inputs)
-        # Gradients of queries came out wrong at 4096 tokens on the card when it did. That was
-        # before the fence in `Brought.take`; it has not been tried there since.
-        stages = self.stages(tiles, dims) if self.for_keys else None
+        stages = self.stages(tiles, dims)
         room = 0 if stages is None else self.room_beside(tiles, dims, stages)
         return Brought.of(inputs.bias, tiles.consumers, tiles.columns, room, self.for_keys)
 

@@ -146,9 +146,9 @@ def heuristic_backward(inputs: Inputs, spec: Spec, device: Device) -> GroupedMat
 
 
 def behind(inputs: Inputs, spec: Spec, device: Device) -> frozenset[Platform]:
-    """Rows that are not sorted: Triton's kernel takes them from where they are.
+    """Rows that are not sorted: Triton's kernels take them from where they are.
 
-    To sort and copy them, and the results back, takes longer than it is slower.
+    To sort and copy them, and the results back, takes at least as long as those are slower.
     """
     return frozenset() if inputs.group_ids is None else frozenset({Platform.TRITON})
 
@@ -166,5 +166,6 @@ IMPLEMENTATION = Implementation(
         why_not=why_not_backward,
         heuristic=heuristic_backward,
         candidates=candidates_backward,
+        behind=behind,
     ),
 )

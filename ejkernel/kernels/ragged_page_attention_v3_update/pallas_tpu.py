@@ -12,7 +12,11 @@ from ejkernel.kernels.ragged_page_attention_v3_update.inputs import (
     Spec,
     reading_inputs,
 )
-from ejkernel.kernels.ragged_page_attention_v3_update.pallas_tpu_write import most_places, written
+from ejkernel.kernels.ragged_page_attention_v3_update.pallas_tpu_write import (
+    has_room,
+    most_places,
+    written,
+)
 from ejkernel.kernels.ragged_page_attention_v3_update.xla import Residuals
 from ejkernel.ops.implementation import Implementation, Pass
 from ejkernel.ops.platform import Device
@@ -33,6 +37,8 @@ def why_not(inputs: Inputs, spec: Spec, device: Device) -> str | None:
         return reason
     if 16 * most_places(inputs, cache_of(call, spec).slots) > core_of(device).smem // 2:
         return "has no room in scalar memory for a list of so many pages to write"
+    if not has_room(inputs, spec, device):
+        return "has no room in VMEM to mend a page"
     return None
 
 

@@ -16,12 +16,14 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel import settings
 from ejkernel.kernels.common.paged import cache_axes, stored
-from ejkernel.kernels.common.tpu_memory import MEBIBYTE, vmem_bytes
+from ejkernel.kernels.common.tpu_memory import MEBIBYTE, core_of, vmem_bytes
 from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_cache import cache_of
 from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_copies import in_pieces
 from ejkernel.kernels.ragged_page_attention_v3_update.inputs import Inputs, Spec, reading_inputs
+from ejkernel.ops.platform import Device, device_of
 
-_UNDER_WAY = 8  # pages at once; a power of two
+_MOST_UNDER_WAY = 8  # pages at once; a power of two
+_SHARE = 0.9  # of VMEM; the compiler needs some for itself
 _Act = Callable[[Any], None]
 
 
@@ -41,10 +43,44 @@ def most_places(inputs: Inputs, slots: int) -> int:
     return min(b * t, b * t // slots + 2 * inputs.kv_lens.size)
 
 
+class Mending(NamedTuple):
+    """Memory for mending pages: of `heads`, `slots` and columns, and their tokens as they come."""
+
+    page: tuple[int, int, int]
+    dtype: Any
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        heads, slots, columns = self.page
+        return self.page, (slots, heads, columns)
+
+    def bytes(self, under_way: int) -> int:
+        """What so many pages under way take in VMEM, and the one that is mended."""
+        each = sum(vmem_bytes(shape, self.dtype) for shape in self.shapes)
+        return under_way * each + 4 * vmem_bytes(self.page, jnp.float32)
+
+    def most(self, device: Device) -> int:
+        """How many pages may be under way, a power of two; 0 if there is no room for one."""
+        room, count = _SHARE * core_of(device).vmem, _MOST_UNDER_WAY
+        while count and self.bytes(count) > room:
+            count //= 2
+        return count
+
+
+def has_room(inputs: Inputs, spec: Spec, device: Device) -> bool:
+    """Whether a page can be mended, if pages have to be."""
+    cache = cache_of(reading_inputs(inputs, spec, inputs.key_pages, inputs.value_pages), spec)
+    if not cache.heads_first:
+        return True
+    pairs = ((inputs.key, inputs.key_pages), (inputs.value, inputs.value_pages))
+    pages = [Mending((x.shape[-2], cache.slots, x.shape[-1]), y.dtype) for x, y in pairs]
+    return all(page.most(device) for page in pages)
+
+
 def written(inputs: Inputs, spec: Spec) -> tuple[jax.Array, jax.Array]:
     """Keys and values of the cache with the new tokens."""
     cache = cache_of(reading_inputs(inputs, spec, inputs.key_pages, inputs.value_pages), spec)
-    places = _places(inputs, spec)
+    places, device = _places(inputs, spec), device_of(jax.tree.leaves(inputs))
     pages = []
     for tokens, scale, given in (
         (inputs.key, inputs.k_scale, inputs.key_pages),
@@ -52,7 +88,9 @@ def written(inputs: Inputs, spec: Spec) -> tuple[jax.Array, jax.Array]:
     ):
         new = stored(tokens.reshape(-1, *tokens.shape[2:]), scale, given.dtype)
         array = jnp.swapaxes(given, 1, 2) if cache.swapped else given
-        array = _write(places, new, array, cache.slots, cache.heads_first, cache.strided)
+        page = Mending((new.shape[1], cache.slots, new.shape[2]), array.dtype)
+        under_way = max(1, page.most(device)) if cache.heads_first else 0
+        array = _write(places, new, array, page, under_way, cache.strided)
         pages.append(jnp.swapaxes(array, 1, 2) if cache.swapped else array)
     return pages[0], pages[1]
 
@@ -91,17 +129,14 @@ def _places(inputs: Inputs, spec: Spec) -> Places:
 
 
 def _write(
-    places: Places, new: jax.Array, array: jax.Array, slots: int, heads_first: bool, strided: bool
+    places: Places, new: jax.Array, array: jax.Array, page: Mending, under_way: int, strided: bool
 ) -> jax.Array:
-    """`array` with the tokens `new` [tokens, k, h] in their places."""
-    body, memory, needed = _copies, [], 0
-    if heads_first:
+    """`array` with the tokens `new` [tokens, k, h] in their places; mended if pages are under way."""
+    body, memory, slots = _copies, [pltpu.SemaphoreType.DMA((_MOST_UNDER_WAY,))], page.page[1]
+    if under_way:
         body = _mends
-        page = (new.shape[1], slots, new.shape[2])
-        shapes = [(_UNDER_WAY, *page), (_UNDER_WAY, slots, *new.shape[1:])]
-        memory = [pltpu.VMEM(shape, array.dtype) for shape in shapes]
-        memory.append(pltpu.SemaphoreType.DMA((_UNDER_WAY,)))
-        needed = sum(vmem_bytes(x, array.dtype) for x in shapes) + 4 * vmem_bytes(page, jnp.float32)
+        memory = [pltpu.SemaphoreType.DMA((under_way,))] * 2
+        memory += [pltpu.VMEM((under_way, *shape), array.dtype) for shape in page.shapes]
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(
         lambda *refs: body(Places(*refs[:5]), refs[5], refs[7], refs[8:], slots, strided),
@@ -110,12 +145,12 @@ def _write(
             grid=(1,),
             in_specs=[anywhere, anywhere],
             out_specs=anywhere,
-            scratch_shapes=[pltpu.SemaphoreType.DMA((_UNDER_WAY,)), *memory],
+            scratch_shapes=memory,
         ),
         out_shape=jax.ShapeDtypeStruct(array.shape, array.dtype),
         input_output_aliases={len(places) + 1: 0},
         compiler_params=pltpu.CompilerParams(
-            vmem_limit_bytes=max(16 * MEBIBYTE, 2 * needed),
+            vmem_limit_bytes=max(16 * MEBIBYTE, int(page.bytes(under_way) / _SHARE)),
             disable_bounds_checks=True,  # pages and slots are within the cache
         ),
         interpret=settings.interpret(),
@@ -125,9 +160,10 @@ def _write(
 def _copies(places: Places, new: Any, pages: Any, scratch: Any, slots: int, strided: bool) -> None:
     """Every token goes where it belongs."""
     (sent,) = scratch
+    under_way = sent.shape[0]
 
     def each(item: Any, act: Any) -> None:
-        semaphore = sent.at[item & (_UNDER_WAY - 1)]
+        semaphore = sent.at[item & (under_way - 1)]
 
         def one(skipped: Any, piece: int) -> None:
             source = new.at[pl.ds(places.row[item] + skipped, piece)]
@@ -136,21 +172,23 @@ def _copies(places: Places, new: Any, pages: Any, scratch: Any, slots: int, stri
 
         in_pieces(places.tokens[item], min(slots, new.shape[0]), one)
 
-    _pipelined(places, lambda item: each(item, _start), None, lambda item: each(item, _wait))
+    end = lambda item: each(item, _wait)
+    _pipelined(places, under_way, lambda item: each(item, _start), None, end)
 
 
 def _mends(places: Places, new: Any, pages: Any, scratch: Any, slots: int, strided: bool) -> None:
     """Every page is brought in, gets its tokens and goes back."""
-    sent, page_kept, tokens_kept, arrived = scratch
+    sent, arrived, page_kept, tokens_kept = scratch
+    under_way = sent.shape[0]
 
     def page_copy(item: Any, semaphores: Any, back: bool = False) -> Any:
-        number, place = places.page[item], item & (_UNDER_WAY - 1)
+        number, place = places.page[item], item & (under_way - 1)
         there = pages.at[:, number] if strided else pages.at[number]
         ends = (page_kept.at[place], there) if back else (there, page_kept.at[place])
         return pltpu.make_async_copy(*ends, semaphores.at[place])
 
     def brought(item: Any, act: Any) -> None:
-        place = item & (_UNDER_WAY - 1)
+        place = item & (under_way - 1)
 
         def one(skipped: Any, piece: int) -> None:
             source = new.at[pl.ds(places.row[item] + skipped, piece)]
@@ -167,7 +205,7 @@ def _mends(places: Places, new: Any, pages: Any, scratch: Any, slots: int, strid
 
         @pl.when(places.tokens[item] > 0)
         def _():
-            place, first = item & (_UNDER_WAY - 1), places.slot[item]
+            place, first = item & (under_way - 1), places.slot[item]
             slot = jax.lax.broadcasted_iota(jnp.int32, (1, slots, 1), 1)
             fresh = (slot >= first) & (slot < first + places.tokens[item])
             tokens = tokens_kept[place].astype(jnp.float32).swapaxes(0, 1)
@@ -178,7 +216,7 @@ def _mends(places: Places, new: Any, pages: Any, scratch: Any, slots: int, strid
     def gone(item: Any) -> None:
         pl.when(places.tokens[item] > 0)(lambda: page_copy(item, sent, back=True).wait())
 
-    _pipelined(places, lambda item: brought(item, _start), mend, gone)
+    _pipelined(places, under_way, lambda item: brought(item, _start), mend, gone)
 
 
 def _start(copy: Any) -> None:
@@ -189,18 +227,20 @@ def _wait(copy: Any) -> None:
     copy.wait()
 
 
-def _pipelined(places: Places, begin: _Act, mend: _Act | None, end: _Act) -> None:
+def _pipelined(
+    places: Places, under_way: int, begin: _Act, mend: _Act | None, end: _Act
+) -> None:
     """`begin`, `mend` and `end` of every item, each as soon as its place in the ring allows."""
     count = places.count[0]
-    ahead = 0 if mend is None else _UNDER_WAY // 2
+    ahead = 0 if mend is None else under_way // 2
 
     @pl.loop(0, count + ahead)
     def _(item):
-        pl.when((item >= _UNDER_WAY) & (item < count))(lambda: end(item - _UNDER_WAY))
+        pl.when((item >= under_way) & (item < count))(lambda: end(item - under_way))
         pl.when(item < count)(lambda: begin(item))
         if mend is not None:
             pl.when(item >= ahead)(functools.partial(mend, item - ahead))
 
-    @pl.loop(jnp.maximum(count - _UNDER_WAY, 0), count)
+    @pl.loop(jnp.maximum(count - under_way, 0), count)
     def _(item):
         end(item)
