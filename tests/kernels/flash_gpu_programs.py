@@ -71,6 +71,7 @@ def _packed(documents=None):
     return Segments(ids, ids, documents) & CAUSAL
 
 
+@functools.cache
 def _random_mask():
     return Dense(jnp.asarray(np.random.default_rng(0).random((1, 1, 4096, 4096)) < 0.5))
 
@@ -152,12 +153,7 @@ def _programs():
             run = functools.partial(decode_program, params, **dims)
             yield f"forward-decode-{head_dim}-{value_dim}-{sizes}", run
         for name in FEATURES if head_dim in (128, 256) else DIFFERENT:
-            extras = {"queries": 4093} if name == "odd" else {}
-            extras |= {"soft_cap": 50.0} if name in ("soft_cap", "everything") else {}
-            extras |= {"dropout": name in ("dropout", "everything")}
-            extras |= {"bias": BIASES.get(name)}
-            extras |= {} if name in ("full", "bias_unmasked") else {"mask": CAUSAL}
-            inputs, spec = call(**extras, **dims)
+            inputs, spec = call(**FEATURES[name](), **dims)
             refused = pallas_gpu.why_not(inputs, spec, H200)
             for params in () if refused else implementation.forward.choices(inputs, spec, H200):
                 tiles = pallas_gpu.chosen_tiles(inputs, params)

@@ -30,7 +30,10 @@ from ejkernel.kernels.flash_attention.pallas_gpu_tile import ROWS, Tiles
 from ejkernel.ops.config import BwdParams, FwdParams
 from ejkernel.ops.implementation import Implementation, Pass
 from ejkernel.ops.platform import Device, Platform, device_of
-from ejkernel.types.rules import Everything
+from ejkernel.types.rules import Band, Chunks, Everything, KeyLength, QueryLength, Segments
+
+_BOUNDS = Everything | Band | Chunks | KeyLength | QueryLength
+_NARROW = 512  # a window of so many keys
 
 
 def forward(inputs: Inputs, spec: Spec, params: FwdParams | None) -> tuple[Outputs, Outputs]:
@@ -83,15 +86,12 @@ def heuristic(inputs: Inputs, spec: Spec, device: Device) -> FwdParams:
 
 
 def candidates(inputs: Inputs, spec: Spec, device: Device) -> list[FwdParams]:
-    """All tiles worth timing: 64 keys at once never won where there is room for 128.
-
-    With values of 64 columns, a third warpgroup may pay even so.
-    """
+    """All tiles worth timing: 64 keys at once never won where there is room for 128."""
     head_dim, value_dim = dims_of(inputs)
     if inputs.query.shape[1] <= ROWS:
         sizes = [(1, 128), (1, 64)]
     else:
-        sizes = [(2, 128), (3, 128), (3, 64)] if value_dim <= 64 else [(2, 128)]
+        sizes = [(2, 128), (3, 128)] if value_dim <= 64 else [(2, 128)]
     tiles = (_fitting(consumers, block_k, head_dim, value_dim) for consumers, block_k in sizes)
     return [_params(x) for x in tiles if x and _in_registers(x, inputs)]
 
@@ -112,7 +112,7 @@ def _default(inputs: Inputs) -> Tiles:
     sizes = [(2, 128), (2, 64), (1, 128), (1, 64)]
     if inputs.query.shape[1] <= ROWS:
         sizes = sizes[2:]
-    elif dims_of(inputs)[1] <= 64 and _unmasked(inputs, 128):  # the more rows, the less is read
+    elif dims_of(inputs)[1] <= 64 and not _narrow(inputs):  # three overlap better than two
         sizes = [(3, 128), *sizes]
     for consumers, block_k in sizes:
         tiles = _fitting(consumers, block_k, *dims_of(inputs))
@@ -121,10 +121,19 @@ def _default(inputs: Inputs) -> Tiles:
     return Tiles(1, 64, 2)
 
 
-def _unmasked(inputs: Inputs, block_k: int) -> bool:
-    """Whether no tile has anything to hide."""
-    return isinstance(inputs.mask or Everything(), Everything) and not (
-        inputs.key.shape[1] % block_k
+def _narrow(inputs: Inputs) -> bool:
+    """Whether queries see so few keys that the tile of many of them is mostly hidden."""
+    bands = [x for x in (inputs.mask or Everything()).parts() if isinstance(x, Band)]
+    widths = [x.high - x.low for x in bands if isinstance(x.low, int) and isinstance(x.high, int)]
+    return any(width < _NARROW for width in widths)
+
+
+def _between_keys(inputs: Inputs) -> bool:
+    """Whether what a query sees lies between two keys: nothing else is compared."""
+    parts = (inputs.mask or Everything()).parts()
+    return all(
+        isinstance(x, _BOUNDS) or (isinstance(x, Segments) and x.documents is not None)
+        for x in parts
     )
 
 
@@ -147,7 +156,8 @@ def _in_registers(tiles: Tiles, inputs: Inputs) -> bool:
         own += 8
     if not pallas_gpu_forward.whole_tiles(inputs):  # where each strip is
         own += max(16, 3 * gpu.Matrices(inputs.value.dtype, 1, ROWS, dims[1], False).strips)
-    room = {1: 192, 2: 176, 3: 128 if _unmasked(inputs, tiles.block_k) else 104}[tiles.consumers]
+    room = {1: 192, 2: 176, 3: 128 if _between_keys(inputs) and dims[0] <= 96 else 104}
+    room = room[tiles.consumers]
     if max(dims) > 192 and tiles.block_k == 64:  # there are none for where the queries are
         room += 32
     return own <= room
