@@ -37,9 +37,13 @@ def compiles(generation, case, dtype):
     return kernels_in(compiled(generation, with_gradients(run), call.inputs)) >= 2
 
 
+@pytest.mark.parametrize(
+    "generation",
+    [x if x == "v5e" else pytest.param(x, marks=pytest.mark.slow) for x in GENERATIONS],
+)
 @pytest.mark.parametrize("case", CASES)
-def test_every_workload_compiles(case):
-    assert compiles("v5e", case, jnp.bfloat16)
+def test_every_workload_compiles(case, generation):
+    assert compiles(generation, case, jnp.bfloat16)
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
