@@ -137,15 +137,19 @@ class Op:
     operands: tuple[str, ...] = ()
     hint: Mapping[str, str] = dataclasses.field(default_factory=dict)
     sample: Callable[..., Any] | None = None
+    kin: tuple[str, ...] = ()  # ops whose tuned tables serve it too: it is a case of them
     edition: int = 0  # grows with every implementation that is added
 
     def renamed(self, name: str, **changes: Any) -> "Op":
         """The same op under another name, for a special case of it."""
-        return dataclasses.replace(self, name=name, **changes)
+        other = dataclasses.replace(self, name=name, **changes)
+        same_fields = issubclass(other.config, self.config)
+        return dataclasses.replace(other, kin=(self.name, *self.kin) if same_fields else ())
 
-    def identifier(self, direction: Direction) -> str:
-        """How caches and tuned tables call one direction of this version."""
-        return f"{self.name}{'' if direction == 'forward' else '.backward'}@v{self.version}"
+    def identifier(self, direction: Direction, name: str | None = None) -> str:
+        """How caches and tuned tables call one direction of this version, or of its kin's."""
+        name = name or self.name
+        return f"{name}{'' if direction == 'forward' else '.backward'}@v{self.version}"
 
     def serving(
         self, direction: Direction, inputs: Any, spec: Any, device: Device, platform: str | None

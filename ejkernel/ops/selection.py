@@ -121,12 +121,12 @@ class ConfigSelectorChain:
     def _known(self, inv: Invocation, able: Able) -> Choice | None:
         """What an overlay, a cache or the shipped table says, if this device can still run it."""
         for level, look_up in (
-            ("overlay", caches.current_overlay),
-            ("memory", self.cache.get),
-            ("persistent", self._from_disk),
-            ("shipped", self._from_package),
+            ("overlay", lambda: caches.current_overlay(inv.key)),
+            ("memory", lambda: self.cache.get(inv.key)),
+            ("persistent", lambda: self._from_disk(inv.key)),
+            ("shipped", lambda: self._from_package(inv)),
         ):
-            if (cfg := look_up(inv.key)) is None:
+            if (cfg := look_up()) is None:
                 continue
             if (choice := _restored(cfg, inv, able)) is None:
                 continue
@@ -195,10 +195,15 @@ class ConfigSelectorChain:
         disk = self._disk(_op_name(key))
         return None if disk is None else disk.get(key)
 
-    def _from_package(self, key: Any) -> Any:
+    def _from_package(self, inv: Invocation) -> Any:
         from ejkernel.ops.persistent import ShippedTable
 
-        return ShippedTable.for_op(_op_name(key)).get(key)
+        device, _, call = inv.key
+        for name in (inv.op.name, *inv.op.kin):
+            key = (device, inv.op.identifier(inv.direction, name), call)
+            if (cfg := ShippedTable.for_op(name).get(key)) is not None:
+                return cfg
+        return None
 
 
 def _choices(inv: Invocation, able: Able) -> list[Choice]:

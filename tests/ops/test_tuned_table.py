@@ -15,7 +15,7 @@ from ejkernel.kernels.flash_attention.config import FlashAttentionConfig
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
 from ejkernel.ops import AutotunePolicy, ConfigCache, ConfigSelectorChain, Executor, Tuner
 from ejkernel.ops import tuner as tuners
-from ejkernel.ops.config import BwdParams, FwdParams
+from ejkernel.ops.config import BwdParams, Config, FwdParams
 from ejkernel.ops.executor import Request
 from ejkernel.ops.implementation import Choice, Implementation, Pass, Source
 from ejkernel.ops.invocation import Invocation
@@ -60,6 +60,11 @@ class Stopwatch(Tuner):
 
     def measure(self, function, *args):
         return self.seconds.pop(0)
+
+
+@dataclasses.dataclass(frozen=True)
+class OtherConfig(Config):
+    fields: int = 0
 
 
 class Untouchable(Tuner):
@@ -114,6 +119,35 @@ def test_with_a_table_the_first_call_tunes_nothing_and_pairs_the_best(
     }
     blocks = {(direction, p.q_blocksize, p.kv_blocksize) for _, direction, p in ran}
     assert blocks == {("forward", 16, 32), ("backward", 32, 16)}
+
+
+def test_a_case_of_an_op_is_served_by_the_table_of_that_op(tmp_path, monkeypatch, as_a_user_calls):
+    """Unless its configurations have other fields."""
+    op, events = two_ways([]), []
+    tuned = FlashAttentionConfig(platform="xla")
+    write_tuned(tmp_path, op.name, dict.fromkeys((call.key for call in calls(op)), tuned))
+    tables = {name: ShippedTable(name, tmp_path) for name in (op.name, "case", "other")}
+    monkeypatch.setattr(ShippedTable, "for_op", tables.get)
+    gradient(executor(Untouchable(), events), op.renamed("case"))
+    assert set(events) == {("cache_hit", "shipped")}
+    with pytest.raises(AssertionError, match="knows this call"):
+        gradient(executor(Untouchable(), []), op.renamed("other", config=OtherConfig))
+
+
+def test_scaled_dot_product_attention_reads_what_flash_attention_was_tuned_to():
+    shape = lambda heads: jax.ShapeDtypeStruct((2, 64, heads, 16), jnp.bfloat16)
+    arrays = dict(zip(("query", "key", "value"), map(shape, (8, 2, 2)), strict=True))
+    keys = {}
+
+    def look(arrays):
+        for name in ("flash_attention", "scaled_dot_product_attention"):
+            call = subjects.one(name).invocation(arrays | {"causal": True})
+            keys[name] = call.call_key
+            assert call.op.kin == (() if name == "flash_attention" else ("flash_attention",))
+
+    jax.eval_shape(look, arrays)
+    assert len(keys) == 2
+    assert len(set(keys.values())) == 1
 
 
 def test_tuning_finds_the_best_of_each_pass():
@@ -229,19 +263,41 @@ def test_documents_that_are_not_known_yet_are_tuned_as_equal_ones(as_a_user_call
     assert drawn.mask.documents == 4
 
 
-@pytest.mark.parametrize("name", ["flash_attention", "grouped_matmul", "ragged_page_attention_v3"])
-def test_the_named_calls_of_models_are_different_calls(name):
-    """Each has an entry of its own; their shapes are looked at without making them."""
-    subject = subjects.one(name)
-    named = [workload for workload in subject.workloads if "tune" in workload.tags]
-    keys = []
+TUNED = ["flash_attention", "grouped_matmul", "ragged_page_attention_v3"]
+
+
+def named_calls(name):
+    """The calls that are tuned for a device, as shapes: nothing of their size is made."""
+    subject, found = subjects.one(name), []
 
     def look(workload):
-        keys.append(subject.invocation(workload.build(dtype=jnp.bfloat16)).key)
+        call = subject.invocation(workload.build(dtype=jnp.bfloat16))
+        found.append(call.abstract())
 
-    for workload in named:
-        jax.eval_shape(lambda workload=workload: look(workload))
-    assert len(set(keys)) == len(named) >= 7
+    for workload in subject.workloads:
+        if "tune" in workload.tags:
+            jax.eval_shape(lambda workload=workload: look(workload))
+    return found
+
+
+@pytest.mark.parametrize("name", TUNED)
+def test_the_named_calls_of_models_are_different_calls(name):
+    found = named_calls(name)
+    assert len({call.key for call in found}) == len(found) >= 7
+
+
+@pytest.mark.parametrize("name", TUNED)
+def test_an_h200_is_shipped_with_an_entry_for_every_named_call(name):
+    """What changes a key without tuning anew would leave the table without readers."""
+    table, missing = ShippedTable.for_op(name), []
+    # Gradients through pages have one implementation, and nothing to choose.
+    directions = ("forward", "backward") if name != "ragged_page_attention_v3" else ("forward",)
+    for call in named_calls(name):
+        for direction in directions:
+            _, *rest = dataclasses.replace(call, direction=direction).key
+            if table.get(("NVIDIA H200|any driver", *rest)) is None:
+                missing.append((call.inputs, direction))
+    assert missing == []
 
 
 def test_a_result_that_is_rounded_to_the_other_side_is_no_wrong_one():

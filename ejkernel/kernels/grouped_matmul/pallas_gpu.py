@@ -102,14 +102,18 @@ def _width(params: GroupedMatmulConfig) -> int:
     return 128 if params.block_n <= 128 else 256
 
 
+def _rows(inputs: Inputs) -> float:
+    """How many a group has on average."""
+    shape = inputs.inputs.shape
+    return shape[-2] * (shape[0] if len(shape) == 3 else 1) / inputs.weights.shape[0]
+
+
 def _default(inputs: Inputs) -> Tiles:
     """Tiles with few rows where groups have few: weights are what takes time to bring then.
 
     Otherwise three steps in flight and room for a whole result, rather than four and half of one.
     """
-    shape = inputs.inputs.shape
-    rows = shape[-2] * (shape[0] if len(shape) == 3 else 1) / inputs.weights.shape[0]
-    if rows > 48:
+    if (rows := _rows(inputs)) > 48:
         return fitting(2 * ROWS, 256, stages=3)
     return fitting(16 if rows <= 8 else ROWS, 256)
 
@@ -131,14 +135,17 @@ def heuristic(inputs: Inputs, spec: Spec, device: Device) -> GroupedMatmulConfig
 
 
 def candidates(inputs: Inputs, spec: Spec, device: Device) -> list[GroupedMatmulConfig]:
-    """All tiles worth timing."""
-    sizes = [(16, 256), (16, 128), (64, 256), (128, 256, 3), (128, 256), (128, 128)]
+    """All tiles worth timing: those of few rows took twice to eight times as long with many."""
+    few = [(16, 256), (16, 128), (64, 256)]
+    sizes = few if _rows(inputs) <= 48 else [(128, 256, 3), (128, 256), (128, 128)]
     return [_params(fitting(*size)) for size in sizes]
 
 
 def candidates_backward(inputs: Inputs, spec: Spec, device: Device) -> list[GroupedMatmulConfig]:
     """The same of the backward pass."""
-    return [_params(fitting(*size)) for size in ((64, 256), (128, 256), (128, 256, 3), (128, 128))]
+    narrow = [(64, 256)] if _rows(inputs) <= 48 else []
+    sizes = [*narrow, (128, 256), (128, 256, 3), (128, 128)]
+    return [_params(fitting(*size)) for size in sizes]
 
 
 def heuristic_backward(inputs: Inputs, spec: Spec, device: Device) -> GroupedMatmulConfig:

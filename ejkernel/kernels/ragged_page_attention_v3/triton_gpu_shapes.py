@@ -89,9 +89,9 @@ _EXACT_DECODE: _Table = {
 }
 _EXACT_AMPERE = Guess(0, 32, 4, 2, 1)  # where that of Hopper would spill, at head dims to 128
 _EXACT_MIXED: _Table = {
-    64: [Guess(32, 32, 4, 2, 2)],
-    128: [Guess(32, 16, 8, 2, 1)],
-    256: [Guess(16, 16, 8, 2, 1)],
+    64: [Guess(32, 32, 8, 2, 1)],
+    128: [Guess(16, 16, 8, 2, 1)],
+    256: [Guess(16, 16, 16, 2, 1)],
 }
 
 
@@ -145,6 +145,8 @@ def guesses(inputs: Inputs, spec: Spec, device: Device) -> list[Guess]:
         return [_CROWDED, *few] if crowded else few
     if eight_bits:
         return _BYTES_MIXED[width]
+    if width == 128 and (size < 32 or (inputs.value_pages is None and size > 128)):
+        return _MIXED[width][:1]  # others lack registers for many pages, or for parts of both
     if plain and size % 32 == 0 and width == 128 and capability(device) == (9, 0):
         return [_LARGEST, *_MIXED[width]]
     return _MIXED[width]

@@ -227,9 +227,7 @@ def _wait(copy: Any) -> None:
     copy.wait()
 
 
-def _pipelined(
-    places: Places, under_way: int, begin: _Act, mend: _Act | None, end: _Act
-) -> None:
+def _pipelined(places: Places, under_way: int, begin: _Act, mend: _Act | None, end: _Act) -> None:
     """`begin`, `mend` and `end` of every item, each as soon as its place in the ring allows."""
     count = places.count[0]
     ahead = 0 if mend is None else under_way // 2
