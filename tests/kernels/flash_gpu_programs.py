@@ -172,10 +172,10 @@ def _programs():
 PROGRAMS = dict(_programs())
 
 
-def _defaults():
-    """The first choice of every pass and feature with head dim 128, and of causal ones anywhere."""
-    first = {name.rpartition("-")[0]: name for name in reversed(PROGRAMS)}
-    return [name for kind, name in first.items() if kind.endswith("-128-128") or "-causal-" in kind]
+def _is_quick(name):
+    """Everything with head dim 128; elsewhere all tiles, but not with every feature."""
+    _, feature, head_dim, value_dim, _ = name.split("-")
+    return (head_dim, value_dim) == ("128", "128") or feature in ("causal", "dropout", "decode")
 
 
-QUICK = _defaults()
+QUICK = list(filter(_is_quick, PROGRAMS))

@@ -119,6 +119,16 @@ def test_registers_of_all_warpgroups_fit():
     assert serving <= at_start <= holding
 
 
+JOINT = [name for name in programs.PROGRAMS if name.startswith("joint-")]
+
+
+@flash.needs_assembler
+@needs_newer_jax
+@pytest.mark.parametrize("part", range(2))
+def test_every_kernel_assembles_without_spills(part):
+    flash._check_assembly(JOINT[part::2])
+
+
 def _call(name):
     inputs, spec = programs.call(**(flash.SMALL | CALLS[name]))
     return flash._draw(inputs), spec

@@ -14,6 +14,7 @@ from ejkernel.kernels.ragged_page_attention_v3.inputs import Inputs, Spec
 from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_cache import cache_of
 from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_items import items
 from ejkernel.kernels.ragged_page_attention_v3.workloads import ragged
+from ejkernel.kernels.ragged_page_attention_v3_update import pallas_tpu_write
 from ejkernel.modules import (
     PageAttentionConfig,
     RaggedPageAttentionv3Config,
@@ -184,6 +185,31 @@ def test_slots_that_no_token_is_written_to_stay_as_they_are(layout):
     np.testing.assert_allclose(found[0], expected[0], rtol=2e-5, atol=2e-6)
     for a, b in zip(found[1:], expected[1:], strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("under_way", [1, 2])
+def test_pages_are_mended_however_many_are_under_way(monkeypatch, under_way):
+    """Where VMEM has room for eight there are eight; a smaller ring must write the same."""
+    monkeypatch.setattr(pallas_tpu_write.Mending, "most", lambda self, device: under_way)
+    query, (key, value) = draw(TOKENS, HEADS, DIM), draw(2, TOKENS, KV_HEADS, DIM, seed=1)
+    pages = draw(2, PAGES, KV_HEADS, SIZE, DIM, seed=2)
+    run = lambda platform: ragged_page_attention_v3_update(
+        query, key, value, *pages, CU_Q, CU_K, TABLE, kv_layout="HND", platform=platform
+    )
+    with interpreted():
+        written = run("pallas")[1:]
+    for got, expected in zip(written, run("xla")[1:], strict=True):
+        assert (got == expected).all()
+
+
+@pytest.mark.parametrize(("kind", "count"), [("TPU v4", 2), ("TPU v5 lite", 8), ("TPU7x", 8)])
+def test_as_many_pages_are_under_way_as_vmem_holds(kind, count):
+    device = Device("tpu", kind, None, kind)
+    large = pallas_tpu_write.Mending((5, 256, 256), jnp.float32)
+    assert large.most(device) == count
+    assert large.bytes(count) <= core_of(device).vmem
+    assert pallas_tpu_write.Mending((128, 256, 256), jnp.float32).most(device) == 0
 
 
 @pytest.mark.tpu

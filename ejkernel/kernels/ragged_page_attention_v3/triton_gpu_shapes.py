@@ -68,6 +68,12 @@ _BYTES_MIXED: _Table = {
     128: [Guess(64, 64, 4, 2, 2), Guess(64, 32, 4, 2, 2)],
     256: [Guess(32, 32, 4, 2, 1)],
 }
+# Blackwell, where others of these run out of registers.
+_BLACKWELL_MIXED: _Table = {
+    64: [Guess(128, 64, 8, 3, 1)],
+    128: _MIXED[128],
+    256: [Guess(32, 64, 8, 2, 1)],
+}
 # Only where a tile needs nothing but a few pages and their products: else registers run out.
 _LARGEST = Guess(128, 128, 8, 3, 1)
 # Ampere, and what has less shared memory.
@@ -79,8 +85,9 @@ _SMALL_DECODE: _Table = {
 _SMALL_MIXED: _Table = {
     64: [Guess(64, 32, 4, 2, 1)],
     128: [Guess(64, 32, 4, 2, 1)],
-    256: [Guess(32, 32, 4, 2, 1)],
+    256: [Guess(32, 32, 8, 2, 1)],
 }
+_SMALL_BYTES_MIXED = _SMALL_MIXED | {128: [Guess(64, 32, 8, 2, 1)]}
 # Exact float32 has no tensor cores.
 _EXACT_DECODE: _Table = {
     64: [Guess(0, 32, 4, 2, 2)],
@@ -131,9 +138,10 @@ def guesses(inputs: Inputs, spec: Spec, device: Device) -> list[Guess]:
         if decode and width == 128 and capability(device) < (9, 0):
             return [_EXACT_AMPERE]
         return (_EXACT_DECODE if decode else _EXACT_MIXED)[width]
-    if capability(device) not in ((9, 0), (10, 0), (10, 3)):
-        return (_SMALL_DECODE if decode else _SMALL_MIXED)[width]
     eight_bits = np.dtype(inputs.key_pages.dtype).itemsize == 1
+    if capability(device) not in ((9, 0), (10, 0), (10, 3)):
+        mixed = _SMALL_BYTES_MIXED if eight_bits else _SMALL_MIXED
+        return (_SMALL_DECODE if decode else mixed)[width]
     special = (inputs.sinks, spec.logits_soft_cap, spec.sliding_window)
     special = (*special, None if eight_bits else inputs.k_scale)
     plain, size = all(x is None for x in special), static_sizes(inputs, spec).page_size
@@ -143,13 +151,17 @@ def guesses(inputs: Inputs, spec: Spec, device: Device) -> list[Guess]:
             return [guess for guess in few if guess.block_k == 128]  # others lack registers
         crowded = width == 128 and plain and size >= 64 and not eight_bits
         return [_CROWDED, *few] if crowded else few
+    hopper = capability(device) == (9, 0)
     if eight_bits:
-        return _BYTES_MIXED[width]
+        return _BYTES_MIXED[width][: None if hopper else 1]
+    mixed = (_MIXED if hopper else _BLACKWELL_MIXED)[width]
     if width == 128 and (size < 32 or (inputs.value_pages is None and size > 128)):
-        return _MIXED[width][:1]  # others lack registers for many pages, or for parts of both
-    if plain and size % 32 == 0 and width == 128 and capability(device) == (9, 0):
-        return [_LARGEST, *_MIXED[width]]
-    return _MIXED[width]
+        return mixed[:1]  # others lack registers for many pages, or for parts of both
+    if width == 128 and inputs.query.shape[3] < width:  # or for which columns there are
+        mixed = mixed[:1]
+    if plain and size % 32 == 0 and width == 128 and hopper:
+        return [_LARGEST, *mixed]
+    return mixed
 
 
 def configurations(inputs: Inputs, spec: Spec, device: Device) -> list[Any]:

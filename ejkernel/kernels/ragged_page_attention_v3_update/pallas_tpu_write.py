@@ -131,7 +131,7 @@ def _places(inputs: Inputs, spec: Spec) -> Places:
 def _write(
     places: Places, new: jax.Array, array: jax.Array, page: Mending, under_way: int, strided: bool
 ) -> jax.Array:
-    """`array` with the tokens `new` [tokens, k, h] in their places; mended if pages are under way."""
+    """`array` with the tokens `new` [tokens, k, h] in place; pages under way are mended."""
     body, memory, slots = _copies, [pltpu.SemaphoreType.DMA((_MOST_UNDER_WAY,))], page.page[1]
     if under_way:
         body = _mends
