@@ -14,6 +14,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from filelock import FileLock
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import ejkernel
@@ -78,8 +79,7 @@ class Task:
         try:
             return self._tuned(name, direction)
         except Exception as error:  # such as no memory left beside others; they go on
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-            return Outcome((name, direction, f"failed: {reason}", "", "", ""), {}, failed=True)
+            return _failure(name, direction, error)
 
     def _tuned(self, name: str, direction: subjects.Direction) -> Outcome:
         subject = subjects.one(self.op)
@@ -99,6 +99,11 @@ class Task:
         return Outcome((*row, str(len(tuned.dropped))), entries)
 
 
+def _failure(name: str, direction: str, error: Exception) -> Outcome:
+    reason = escape(f"{type(error).__name__}: {error}".partition("\n")[0])
+    return Outcome((name, direction, f"failed: {reason}", "", "", ""), {}, failed=True)
+
+
 def _outcomes(task: Task, names: list[str], workers: int) -> Iterator[Outcome]:
     """As they come, from here or from as many processes."""
     passes = itertools.product(names, subjects.DIRECTIONS)
@@ -114,8 +119,14 @@ def _outcomes(task: Task, names: list[str], workers: int) -> Iterator[Outcome]:
         ) as pool,
     ):
         task = dataclasses.replace(task, lock=Path(folder) / "device.lock")
-        for done in as_completed([pool.submit(task, *one) for one in passes]):
-            yield done.result()
+        under_way = {pool.submit(task, *one): one for one in passes}
+        for done in as_completed(under_way):
+            # A process that was killed raises here, for itself and for those that wait.
+            error = done.exception()
+            if isinstance(error, Exception):
+                yield _failure(*under_way[done], error)
+            else:
+                yield done.result()
 
 
 def tune(
@@ -149,7 +160,8 @@ def tune(
     for path in sorted(written):
         console.print(f"written: {path}", soft_wrap=True)
     if failed:
-        console.print(f"{failed} of these failed: with fewer --workers each has more memory.")
+        hint = ": with fewer --workers each has more memory" if workers > 1 else ""
+        console.print(f"{failed} of these failed{hint}.")
         raise typer.Exit(1)
     if not written:
         console.print("nothing to write: no call has more than one candidate that works.")

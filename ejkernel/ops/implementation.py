@@ -142,9 +142,10 @@ class Op:
 
     def renamed(self, name: str, **changes: Any) -> "Op":
         """The same op under another name, for a special case of it."""
-        other = dataclasses.replace(self, name=name, **changes)
-        same_fields = issubclass(other.config, self.config)
-        return dataclasses.replace(other, kin=(self.name, *self.kin) if same_fields else ())
+        other = dataclasses.replace(self, name=name, kin=(), **changes)
+        if issubclass(other.config, self.config) and other.version == self.version:
+            other.kin = tuple(x for x in (self.name, *self.kin) if x != name)
+        return other
 
     def identifier(self, direction: Direction, name: str | None = None) -> str:
         """How caches and tuned tables call one direction of this version, or of its kin's."""

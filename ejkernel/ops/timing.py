@@ -37,7 +37,7 @@ def measure(fn: Callable[..., Any], *args: Any, warmup: int = 1, iters: int = 3)
         fn: The function, compiled by its first call; jit it beforehand.
         args: Its arguments.
         warmup: Calls before the clock starts.
-        iters: Samples; one sample of a very short function is the mean of several calls.
+        iters: Samples; one sample of a short function is the mean of several calls.
 
     Raises:
         ValueError: `warmup` is negative or `iters` below one.
@@ -55,6 +55,7 @@ def measure(fn: Callable[..., Any], *args: Any, warmup: int = 1, iters: int = 3)
     out = jax.block_until_ready(fn(*args))
     samples = [time.perf_counter() - start]
     on_host = device_of(jax.tree.leaves(out)).platform == "cpu"
+    del out  # large results would take memory from those that follow
     wanted = _SAMPLE_SECONDS if on_host else _SAMPLE_SECONDS_AWAY
     repeats = min(_MOST_REPEATS, math.ceil(wanted / max(samples[0], 1e-9)))
     if repeats > 1:

@@ -245,8 +245,8 @@ class _Judge:
             # XLA may round a result alone; what computes in the same type rounds what it is made
             # of as well, a place of the largest number beside the half that the result costs.
             last_place = _resolution(one) * 2.0 ** np.floor(np.log2(largest)) if largest else 0.0
-            twice = max(2 * _distance(one, other), 1.5 * last_place)
-            self.allowed.append(twice + eps * largest)
+            rounding = max(2 * _distance(one, other), 1.5 * last_place)
+            self.allowed.append(rounding + eps * largest)
 
     def objection(self, result: Any) -> str | None:
         """Why the result cannot be right, or None."""

@@ -139,8 +139,9 @@ def backward_program(params, feature, **dims):
     return run, inputs, outputs, outputs
 
 
-DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+DIMS = ((64, 64), (96, 64), (96, 96), (128, 64), (128, 128), (192, 128), (192, 192), (256, 256))
 # Everywhere; the other features where most models are, and where registers are fewest.
+THOROUGH = ((64, 64), (128, 128), (256, 256))
 DIFFERENT = ("full", "causal", "packed", "documents", "soft_cap", "dropout", "odd")
 
 
@@ -152,7 +153,7 @@ def _programs():
             sizes = f"{params.q_blocksize}x{params.kv_blocksize}x{params.num_stages}"
             run = functools.partial(decode_program, params, **dims)
             yield f"forward-decode-{head_dim}-{value_dim}-{sizes}", run
-        for name in FEATURES if head_dim in (128, 256) else DIFFERENT:
+        for name in FEATURES if (head_dim, value_dim) in THOROUGH else DIFFERENT:
             inputs, spec = call(**FEATURES[name](), **dims)
             refused = pallas_gpu.why_not(inputs, spec, H200)
             for params in () if refused else implementation.forward.choices(inputs, spec, H200):
@@ -174,8 +175,10 @@ PROGRAMS = dict(_programs())
 
 def _is_quick(name):
     """Everything with head dim 128; elsewhere all tiles, but not with every feature."""
-    _, feature, head_dim, value_dim, _ = name.split("-")
-    return (head_dim, value_dim) == ("128", "128") or feature in ("causal", "dropout", "decode")
+    _, feature, *dims, _ = name.split("-")
+    if dims == ["64", "64"] and feature in ("sinks", "window", "documents"):
+        return True
+    return dims == ["128", "128"] or feature in ("causal", "dropout", "decode")
 
 
 QUICK = list(filter(_is_quick, PROGRAMS))

@@ -301,7 +301,7 @@ def test_every_configuration_assembles_without_spills(part):
 @needs_assembler
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(8))
-def test_every_configuration_assembles_with_every_feature(part):
+def test_every_configuration_assembles_with_other_features(part):
     _check_assembly([name for name in APART if name not in programs.QUICK][part::8])
 
 

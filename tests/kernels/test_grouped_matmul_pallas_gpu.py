@@ -102,9 +102,10 @@ def test_gradients_in_another_dtype_are_refused():
     assert "dtype of the inputs, bfloat16, not float32" in str(said)
 
 
+@pytest.mark.parametrize("experts", [8, 128])  # many rows each, few rows each
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_every_candidate_is_what_it_says_and_fits_shared_memory(direction):
-    inputs, spec = programs.call()
+def test_every_candidate_is_what_it_says_and_fits_shared_memory(direction, experts):
+    inputs, spec = programs.call(experts=experts)
     for params in getattr(pallas_gpu.IMPLEMENTATION, direction).choices(inputs, spec, H200):
         tiles = pallas_gpu.chosen_tiles(inputs, params)
         assert pallas_gpu._params(tiles) == params
@@ -163,7 +164,7 @@ def test_every_configuration_assembles_without_spills(part):
 @needs_assembler
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
-def test_every_configuration_assembles_in_every_way(part):
+def test_every_configuration_assembles_in_other_ways(part):
     _check_assembly([name for name in programs.PROGRAMS if name not in programs.QUICK][part::4])
 
 

@@ -13,6 +13,7 @@ from ejkernel.errors import TuningWarning
 from ejkernel.kernels.flash_attention import OP, xla
 from ejkernel.kernels.flash_attention.config import FlashAttentionConfig
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
+from ejkernel.kernels.ragged_page_attention_v3 import triton_gpu_shapes
 from ejkernel.ops import AutotunePolicy, ConfigCache, ConfigSelectorChain, Executor, Tuner
 from ejkernel.ops import tuner as tuners
 from ejkernel.ops.config import BwdParams, Config, FwdParams
@@ -20,7 +21,7 @@ from ejkernel.ops.executor import Request
 from ejkernel.ops.implementation import Choice, Implementation, Pass, Source
 from ejkernel.ops.invocation import Invocation
 from ejkernel.ops.persistent import ShippedTable, write_tuned
-from ejkernel.ops.platform import Backend, Platform, device_of
+from ejkernel.ops.platform import Backend, Device, Platform, device_of
 from ejkernel.types.rules import Segments
 
 SPEC = Spec(softmax_scale=0.5)
@@ -263,6 +264,18 @@ def test_documents_that_are_not_known_yet_are_tuned_as_equal_ones(as_a_user_call
     assert drawn.mask.documents == 4
 
 
+def test_what_was_tuned_over_pages_is_still_a_guess():
+    """Else it would run with fewer programs than it was tuned with."""
+    h200 = Device("gpu", "NVIDIA H200", (9, 0), "NVIDIA H200|any driver")
+    table = ShippedTable.for_op("ragged_page_attention_v3")
+    for call in named_calls("ragged_page_attention_v3"):
+        fields = table.get((h200.fingerprint, *call.key[1:]))
+        params = call.op.config.from_dict(fields)
+        shape = triton_gpu_shapes.shape_of(call.inputs, call.spec, params, h200)
+        known = triton_gpu_shapes.guesses(call.inputs, call.spec, h200)
+        assert shape[:4] in [guess[:4] for guess in known]
+
+
 TUNED = ["flash_attention", "grouped_matmul", "ragged_page_attention_v3"]
 
 
@@ -308,5 +321,8 @@ def test_a_result_that_is_rounded_to_the_other_side_is_no_wrong_one():
     plain = exact.astype(jnp.bfloat16)
     judge._learn([plain], [exact])
     place = 2.0**-6  # of bfloat16 numbers between 2 and 4
+    assert judge.objection([plain + jnp.array([place, 0], plain.dtype)]) is None
+    # What lies between two numbers is rounded; a place from there is more than one from the truth.
+    judge._learn([plain], [exact - jnp.array([0.2 * place, 0])])
     assert judge.objection([plain + jnp.array([place, 0], plain.dtype)]) is None
     assert "is off by" in (judge.objection([plain + jnp.array([2 * place, 0], plain.dtype)]) or "")

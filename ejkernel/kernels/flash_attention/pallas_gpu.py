@@ -33,6 +33,7 @@ from ejkernel.ops.platform import Device, Platform, device_of
 from ejkernel.types.rules import Band, Chunks, Everything, KeyLength, QueryLength, Segments
 
 _BOUNDS = Everything | Band | Chunks | KeyLength | QueryLength
+_ENDS = ("low", "high")
 _NARROW = 512  # a window of so many keys
 
 
@@ -123,8 +124,11 @@ def _default(inputs: Inputs) -> Tiles:
 
 def _narrow(inputs: Inputs) -> bool:
     """Whether queries see so few keys that the tile of many of them is mostly hidden."""
-    bands = [x for x in (inputs.mask or Everything()).parts() if isinstance(x, Band)]
-    widths = [x.high - x.low for x in bands if isinstance(x.low, int) and isinstance(x.high, int)]
+    parts = (inputs.mask or Everything()).parts()
+    bands = [x for x in parts if isinstance(x, Band)]
+    lows, highs = ([n for x in bands if isinstance(n := getattr(x, name), int)] for name in _ENDS)
+    widths = [x.size for x in parts if isinstance(x, Chunks) and isinstance(x.size, int)]
+    widths += [min(highs) - max(lows) + 1] if lows and highs else []
     return any(width < _NARROW for width in widths)
 
 
@@ -156,8 +160,8 @@ def _in_registers(tiles: Tiles, inputs: Inputs) -> bool:
         own += 8
     if not pallas_gpu_forward.whole_tiles(inputs):  # where each strip is
         own += max(16, 3 * gpu.Matrices(inputs.value.dtype, 1, ROWS, dims[1], False).strips)
-    room = {1: 192, 2: 176, 3: 128 if _between_keys(inputs) and dims[0] <= 96 else 104}
-    room = room[tiles.consumers]
+    of_three = 128 if _between_keys(inputs) and dims[0] <= 96 else 104
+    room = {1: 192, 2: 176, 3: of_three}[tiles.consumers]
     if max(dims) > 192 and tiles.block_k == 64:  # there are none for where the queries are
         room += 32
     return own <= room

@@ -71,7 +71,7 @@ _BYTES_MIXED: _Table = {
 # Blackwell, where others of these run out of registers.
 _BLACKWELL_MIXED: _Table = {
     64: [Guess(128, 64, 8, 3, 1)],
-    128: _MIXED[128],
+    128: [Guess(128, 64, 8, 3, 1)],
     256: [Guess(32, 64, 8, 2, 1)],
 }
 # Only where a tile needs nothing but a few pages and their products: else registers run out.
@@ -155,10 +155,10 @@ def guesses(inputs: Inputs, spec: Spec, device: Device) -> list[Guess]:
     if eight_bits:
         return _BYTES_MIXED[width][: None if hopper else 1]
     mixed = (_MIXED if hopper else _BLACKWELL_MIXED)[width]
-    if width == 128 and (size < 32 or (inputs.value_pages is None and size > 128)):
-        return mixed[:1]  # others lack registers for many pages, or for parts of both
-    if width == 128 and inputs.query.shape[3] < width:  # or for which columns there are
-        mixed = mixed[:1]
+    if width == 128 and inputs.value_pages is None and size > 128:
+        return mixed[:1]  # tiles within pages of keys and values: others lack registers
+    if width == 128 and inputs.query.shape[3] < width:
+        mixed = mixed[:1]  # the second lacks some for which columns there are
     if plain and size % 32 == 0 and width == 128 and hopper:
         return [_LARGEST, *mixed]
     return mixed

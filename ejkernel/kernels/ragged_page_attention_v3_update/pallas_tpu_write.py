@@ -131,10 +131,11 @@ def _places(inputs: Inputs, spec: Spec) -> Places:
 def _write(
     places: Places, new: jax.Array, array: jax.Array, page: Mending, under_way: int, strided: bool
 ) -> jax.Array:
-    """`array` with the tokens `new` [tokens, k, h] in place; pages under way are mended."""
-    body, memory, slots = _copies, [pltpu.SemaphoreType.DMA((_MOST_UNDER_WAY,))], page.page[1]
+    """`array` with the tokens `new` [tokens, k, h]: mended, or copied if 0 are under way."""
+    memory = [pltpu.SemaphoreType.DMA((_MOST_UNDER_WAY,))]
+    body, slots, needed = _copies, page.page[1], 0
     if under_way:
-        body = _mends
+        body, needed = _mends, page.bytes(under_way)
         memory = [pltpu.SemaphoreType.DMA((under_way,))] * 2
         memory += [pltpu.VMEM((under_way, *shape), array.dtype) for shape in page.shapes]
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
@@ -150,7 +151,7 @@ def _write(
         out_shape=jax.ShapeDtypeStruct(array.shape, array.dtype),
         input_output_aliases={len(places) + 1: 0},
         compiler_params=pltpu.CompilerParams(
-            vmem_limit_bytes=max(16 * MEBIBYTE, int(page.bytes(under_way) / _SHARE)),
+            vmem_limit_bytes=max(16 * MEBIBYTE, int(needed / _SHARE)),
             disable_bounds_checks=True,  # pages and slots are within the cache
         ),
         interpret=settings.interpret(),
