@@ -226,6 +226,26 @@ def test_every_candidate_fits_shared_memory(dims):
         assert tiles.shared_bytes(*dims) <= mosaic_gpu.SHARED_BYTES
 
 
+@pytest.mark.parametrize(
+    ("mask", "rows"),
+    [
+        (None, 192),
+        (Band(None, 0), 192),
+        (Band(-1023, 0), 192),
+        (Band(-127, 0), 128),
+        (Band(None, 0) & Band(-300, 300), 128),
+        (Chunks(64), 128),
+        (DOCUMENTS & Band(None, 0), 192),
+        (PACKED & Band(None, 0), 128),
+    ],
+)
+def test_head_dim_64_takes_three_warpgroups_where_masks_are_wide_bounds(mask, rows):
+    """Few keys for each query leave most of a large tile hidden; ids take registers."""
+    inputs, _ = programs.call(head_dim=64, mask=mask)
+    assert pallas_gpu.chosen_tiles(inputs, None).block_q == rows
+    assert pallas_gpu.chosen_tiles(programs.call(mask=mask)[0], None).block_q == 128
+
+
 def test_a_bias_for_every_pair_is_brought_to_shared_memory():
     """Two tiles of it for each warpgroup where there is room; to keys as it lies, transposed."""
 

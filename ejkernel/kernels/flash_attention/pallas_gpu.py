@@ -33,7 +33,6 @@ from ejkernel.ops.platform import Device, Platform, device_of
 from ejkernel.types.rules import Band, Chunks, Everything, KeyLength, QueryLength, Segments
 
 _BOUNDS = Everything | Band | Chunks | KeyLength | QueryLength
-_ENDS = ("low", "high")
 _NARROW = 512  # a window of so many keys
 
 
@@ -126,7 +125,8 @@ def _narrow(inputs: Inputs) -> bool:
     """Whether queries see so few keys that the tile of many of them is mostly hidden."""
     parts = (inputs.mask or Everything()).parts()
     bands = [x for x in parts if isinstance(x, Band)]
-    lows, highs = ([n for x in bands if isinstance(n := getattr(x, name), int)] for name in _ENDS)
+    lows = [x.low for x in bands if isinstance(x.low, int)]
+    highs = [x.high for x in bands if isinstance(x.high, int)]
     widths = [x.size for x in parts if isinstance(x, Chunks) and isinstance(x.size, int)]
     widths += [min(highs) - max(lows) + 1] if lows and highs else []
     return any(width < _NARROW for width in widths)
