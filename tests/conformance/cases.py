@@ -52,6 +52,13 @@ class Case:
         )
 
 
+    def shapes(self) -> Invocation:
+        """The same call, arrays as shapes: nothing is drawn."""
+        found = []
+        jax.eval_shape(lambda: found.append(self.call().abstract()))
+        return found[0]
+
+
 def function_of(name: str) -> Any:
     return getattr(importlib.import_module(f"ejkernel.kernels.{name}.api"), name)
 

@@ -61,7 +61,7 @@ def test_the_value_under_differentiation_is_the_plain_value(case):
     assert_same(with_gradients(run)(call.inputs)[0], run(call.inputs), VALUE_FLOOR, "value")
 
 
-@pytest.mark.parametrize("case", all_cases(interpreted=False))
+@pytest.mark.parametrize("case", all_cases(distinct=True, interpreted=False))
 def test_in_small_blocks_too(case):
     """Every workload in blocks so small that it has several of them."""
     for cfg in workloads_of(case.op.name).CONFIGS or (None,):
