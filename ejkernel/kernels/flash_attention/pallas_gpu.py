@@ -215,7 +215,8 @@ def _backward_tiles(
     """The columns asked for if there is room, with overlap if there is room for that too."""
     sums, stages = sums + _extra(inputs, spec), min(4, max(2, stages or 4))
     wide = BackwardTiles(2, 128, stages, False)
-    if columns > 64 and sums + 128 < _ROOM and part.stages(wide, dims_of(inputs)):
+    summing = inputs.sinks is not None and not part.for_keys  # each row's share, which takes more
+    if columns > 64 and sums + 128 < _ROOM and not summing and part.stages(wide, dims_of(inputs)):
         return wide
     tiles = BackwardTiles(2, 64, stages, True)
     # What products and sums both read is given back a tile later.
