@@ -51,7 +51,6 @@ class Case:
             platform=self.source.platform.value,
         )
 
-
     def shapes(self) -> Invocation:
         """The same call, arrays as shapes: nothing is drawn."""
         found = []
