@@ -85,4 +85,4 @@ def _programs():
 
 PROGRAMS = dict(_programs())
 # All tiles, though not in every way.
-QUICK = [name for name in PROGRAMS if name.split("-")[1] in ("plain", "odd_transposed")]
+QUICK = [name for name in PROGRAMS if "-plain-" in name]

@@ -37,10 +37,13 @@ def compiles(generation, case, dtype):
     return kernels_in(compiled(generation, with_gradients(run), call.inputs)) >= 2
 
 
-@pytest.mark.parametrize(
+one_quickly = pytest.mark.parametrize(
     "generation",
     [x if x == "v5e" else pytest.param(x, marks=pytest.mark.slow) for x in GENERATIONS],
 )
+
+
+@one_quickly
 @pytest.mark.parametrize("case", CASES)
 def test_every_workload_compiles(case, generation):
     assert compiles(generation, case, jnp.bfloat16)
@@ -49,8 +52,13 @@ def test_every_workload_compiles(case, generation):
 @pytest.mark.parametrize("generation", GENERATIONS)
 @pytest.mark.parametrize("case", CORE)
 def test_every_generation_compiles_the_core(case, generation):
-    for dtype in (jnp.float32, jnp.bfloat16):
-        assert compiles(generation, case, dtype)
+    assert compiles(generation, case, jnp.bfloat16)
+
+
+@one_quickly
+@pytest.mark.parametrize("case", CORE)
+def test_the_core_compiles_in_float32(case, generation):
+    assert compiles(generation, case, jnp.float32)
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
