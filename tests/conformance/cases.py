@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -51,11 +52,12 @@ class Case:
             platform=self.source.platform.value,
         )
 
-    def shapes(self) -> Invocation:
-        """The same call, arrays as shapes: nothing is drawn."""
-        found = []
-        jax.eval_shape(lambda: found.append(self.call().abstract()))
-        return found[0]
+
+def as_shapes(make: Callable[[], Invocation]) -> Invocation:
+    """The call that `make` gives, its arrays as shapes: nothing is drawn."""
+    found = []
+    jax.eval_shape(lambda: found.append(make().abstract()))
+    return found[0]
 
 
 def function_of(name: str) -> Any:

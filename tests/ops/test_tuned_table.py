@@ -2,10 +2,12 @@
 
 import contextlib
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import pytest
+from conformance.cases import as_shapes
 
 from ejkernel import settings
 from ejkernel.cli import subjects
@@ -281,16 +283,9 @@ TUNED = ["flash_attention", "grouped_matmul", "ragged_page_attention_v3"]
 
 def named_calls(name):
     """The calls that are tuned for a device, as shapes: nothing of their size is made."""
-    subject, found = subjects.one(name), []
-
-    def look(workload):
-        call = subject.invocation(workload.build(dtype=jnp.bfloat16))
-        found.append(call.abstract())
-
-    for workload in subject.workloads:
-        if "tune" in workload.tags:
-            jax.eval_shape(lambda workload=workload: look(workload))
-    return found
+    subject = subjects.one(name)
+    call = lambda x: subject.invocation(x.build(dtype=jnp.bfloat16))
+    return [as_shapes(functools.partial(call, x)) for x in subject.workloads if "tune" in x.tags]
 
 
 @pytest.mark.parametrize("name", TUNED)

@@ -86,7 +86,7 @@ def heuristic(inputs: Inputs, spec: Spec, device: Device) -> FwdParams:
 
 
 def candidates(inputs: Inputs, spec: Spec, device: Device) -> list[FwdParams]:
-    """All tiles worth timing: 64 keys at once never won where there is room for 128."""
+    """All tiles worth timing: of 64 keys at once none, where there is room for 128."""
     head_dim, value_dim = dims_of(inputs)
     if inputs.query.shape[1] <= ROWS:
         sizes = [(1, 128), (1, 64)]

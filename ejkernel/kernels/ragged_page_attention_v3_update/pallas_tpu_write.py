@@ -49,6 +49,10 @@ class Mending(NamedTuple):
     page: tuple[int, int, int]
     dtype: Any
 
+    @classmethod
+    def of(cls, tokens: Any, pages: Any, slots: int) -> "Mending":
+        return cls((tokens.shape[-2], slots, tokens.shape[-1]), pages.dtype)
+
     @property
     def shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
         heads, slots, columns = self.page
@@ -73,8 +77,7 @@ def has_room(inputs: Inputs, spec: Spec, device: Device) -> bool:
     if not cache.heads_first:
         return True
     pairs = ((inputs.key, inputs.key_pages), (inputs.value, inputs.value_pages))
-    pages = [Mending((x.shape[-2], cache.slots, x.shape[-1]), y.dtype) for x, y in pairs]
-    return all(page.most(device) for page in pages)
+    return all(Mending.of(*pair, cache.slots).most(device) for pair in pairs)
 
 
 def written(inputs: Inputs, spec: Spec) -> tuple[jax.Array, jax.Array]:
@@ -88,7 +91,7 @@ def written(inputs: Inputs, spec: Spec) -> tuple[jax.Array, jax.Array]:
     ):
         new = stored(tokens.reshape(-1, *tokens.shape[2:]), scale, given.dtype)
         array = jnp.swapaxes(given, 1, 2) if cache.swapped else given
-        page = Mending((new.shape[1], cache.slots, new.shape[2]), array.dtype)
+        page = Mending.of(tokens, given, cache.slots)
         under_way = max(1, page.most(device)) if cache.heads_first else 0
         array = _write(places, new, array, page, under_way, cache.strided)
         pages.append(jnp.swapaxes(array, 1, 2) if cache.swapped else array)
