@@ -1,9 +1,6 @@
-"""`ejkernel bench`: the figures that the package answers for, measured here."""
+"""`ejkernel bench`: measure the figures that have a target on this machine."""
 
 import json
-import os
-import platform
-import subprocess
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +17,7 @@ from ejkernel.cli import (
     figures_native_sparse,
     figures_paged,
     figures_ring,
-    info,
+    provenance,
 )
 from ejkernel.cli.measure import WrongResultError
 
@@ -33,29 +30,6 @@ FIGURES = (
     *figures_paged.FIGURES,
     *figures_gla.FIGURES,
 )
-
-
-def device() -> str:
-    """The machine in words: what the figures were measured on."""
-    kind = jax.devices()[0].device_kind
-    if kind != "cpu":
-        return kind
-    facts = Path("/proc/cpuinfo")  # JAX calls every processor "cpu"
-    lines = facts.read_text().splitlines() if facts.exists() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{os.cpu_count()} cores of {models[0] if models else platform.machine()}"
-
-
-def commit() -> str | None:
-    """The commit of the source tree, marked if it was changed since; None outside a checkout."""
-    folder = Path(__file__).parent
-    try:
-        run = {"cwd": folder, "capture_output": True, "text": True, "check": True}
-        name = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], **run).stdout.strip()
-        changed = subprocess.run(["git", "status", "--porcelain", ".."], **run).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return f"{name}-changed" if changed else name
 
 
 def _file(path: Path) -> Path:
@@ -86,12 +60,12 @@ def bench(
         Path | None, typer.Option("--json", help="Write a file, or the device's file in a folder.")
     ] = None,
 ) -> None:
-    """Measure the figures of the README; a wrong result is reported instead of a figure."""
+    """Measure the figures of docs/benchmarks.md and compare them with their targets."""
     names = [figure.name for figure in FIGURES]
     if unknown := sorted(set(only or ()) - set(names)):
         raise typer.BadParameter(f"no figure {', '.join(unknown)}; there are {', '.join(names)}.")
     console = Console()
-    table = Table("figure", "measured", "asked for", "", title=device())
+    table = Table("figure", "measured", "target", "result", title=provenance.device())
     outcomes, wrong = [], []
     for figure in FIGURES:
         if only and figure.name not in only:
@@ -105,14 +79,14 @@ def bench(
         outcomes.append(_outcome(figure, value))
         limit = "<=" if figure.better == "lower" else ">="
         shown = "wrong result" if value is None else f"{value:.3g} {figure.unit}"
-        verdict = "holds" if outcomes[-1]["holds"] else "falls short"
+        verdict = "met" if outcomes[-1]["holds"] else "missed"
         table.add_row(figure.what, shown, f"{limit} {figure.bound:g} {figure.unit}", verdict)
     console.print(table)
     if json_path is not None:
-        report = {"device": device(), "versions": info.versions(), "commit": commit()}
+        report = {**provenance.provenance(), "figures": outcomes}
         target = _file(json_path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(report | {"figures": outcomes}, indent=2, ensure_ascii=False)
+        text = json.dumps(report, indent=2, ensure_ascii=False)
         target.write_text(text + "\n")
     if wrong:
         console.print(*wrong, sep="\n", style="red")

@@ -1,4 +1,4 @@
-"""The figures that the package answers for: what each is, how it is measured, what it must reach.
+"""The figures of `ejkernel bench`: what each is, how it is measured, and its target.
 
 Every measurement checks its result first and raises `WrongResultError` instead of reporting.
 """
@@ -214,20 +214,32 @@ def mask_memory() -> float:
 _SHAPE = "batch 1, length 4096, 8 heads of 64, float32, causal"
 FIGURES = (
     Figure(
-        "import", "`import ejkernel.modules` beyond `import jax`", "s", "lower", 0.3, import_time
+        "import",
+        "time of `import ejkernel.modules` after `import jax`",
+        "s",
+        "lower",
+        0.3,
+        import_time,
     ),
     Figure(
         "eager",
-        "warm eager `flash_attention` beyond its jitted computation",
+        "overhead of an eager `flash_attention` call over the same call under `jax.jit`",
         "µs",
         "lower",
         100,
         eager_overhead,
     ),
-    Figure("first_call", "first call of a new shape, 1x128x8x64", "s", "lower", 3, first_call),
+    Figure(
+        "first_call",
+        "first `flash_attention` call in a process, compilation included; 1 x 128, 8 heads of 64",
+        "s",
+        "lower",
+        3,
+        first_call,
+    ),
     Figure(
         "gradient_memory",
-        "temporary memory of the gradient at length 8192, against 4096",
+        "temporary memory of the `flash_attention` gradient, length 8192 relative to 4096",
         "x",
         "lower",
         2.2,
@@ -235,18 +247,23 @@ FIGURES = (
     ),
     Figure(
         "forward",
-        f"forward, speed against `jax.nn.dot_product_attention`; {_SHAPE}",
+        f"`flash_attention` forward, speed-up over `jax.nn.dot_product_attention`; {_SHAPE}",
         "x",
         "higher",
         3,
         forward_speed,
     ),
     Figure(
-        "gradient", "forward and backward, the same comparison", "x", "higher", 4, gradient_speed
+        "gradient",
+        f"`flash_attention` forward + backward, the same comparison; {_SHAPE}",
+        "x",
+        "higher",
+        4,
+        gradient_speed,
     ),
     Figure(
         "window",
-        "window (256, 0) at length 8192, speed against causal without it",
+        "`flash_attention`, sliding window 256 at length 8192, speed-up over causal attention",
         "x",
         "higher",
         6,
@@ -254,7 +271,7 @@ FIGURES = (
     ),
     Figure(
         "packed",
-        "8 packed documents at length 8192, causal, speed against one",
+        "`flash_attention`, 8 packed documents of 1024, causal, speed-up over one of 8192",
         "x",
         "higher",
         4,
@@ -262,11 +279,18 @@ FIGURES = (
     ),
     Figure(
         "mask_time",
-        "MaskInfo of 131072 tokens (segments, causal, window) and its block map: time",
+        "`MaskInfo` of 131072 tokens (segments, causal, sliding window) and its block map: time",
         "s",
         "lower",
         1,
         mask_time,
     ),
-    Figure("mask_memory", "the same: memory", "MB", "lower", 50, mask_memory),
+    Figure(
+        "mask_memory",
+        "`MaskInfo` of 131072 tokens (segments, causal, sliding window) and its block map: memory",
+        "MB",
+        "lower",
+        50,
+        mask_memory,
+    ),
 )

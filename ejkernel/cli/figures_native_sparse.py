@@ -56,8 +56,8 @@ def selected_time() -> float:
 FIGURES = (
     Figure(
         "native_sparse",
-        "`native_sparse_attention`, 16 random blocks of 64 a token, against causal "
-        "`flash_attention`; length 16384, 8 query heads on 1 key head of 64, float32",
+        "`native_sparse_attention` forward, 16 random blocks of 64 for each token, time relative "
+        "to causal `flash_attention`; length 16384, 8 query heads and 1 KV head of 64, float32",
         "x",
         "lower",
         0.5,

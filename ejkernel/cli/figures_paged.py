@@ -96,11 +96,11 @@ def cache_memory() -> float:
     return temporary(65536) / temporary(4096)
 
 
-_WHAT = "`page_attention`, 8 heads of 64 on 2 key heads, pages of 16, float32"
+_WHAT = "`page_attention`, 8 query and 2 KV heads of 64, pages of 16, float32"
 FIGURES = (
     Figure(
         "page_short",
-        f"{_WHAT}: 8 sequences with 8 of 512 pages in use, time against all in use",
+        f"{_WHAT}: 8 sequences that use 8 of 512 pages each, time relative to all 512 in use",
         "x",
         "lower",
         0.1,
@@ -108,7 +108,7 @@ FIGURES = (
     ),
     Figure(
         "page_uneven",
-        f"{_WHAT}: one sequence of 8192 tokens and 63 of 128, time against 64 of 8192",
+        f"{_WHAT}: one sequence of 8192 tokens and 63 of 128, time relative to 64 of 8192",
         "x",
         "lower",
         0.1,
@@ -116,7 +116,7 @@ FIGURES = (
     ),
     Figure(
         "page_memory",
-        f"{_WHAT}: temporary memory with 65536 pages in the cache, against 4096",
+        f"{_WHAT}: temporary memory with a cache of 65536 pages, relative to 4096 pages",
         "x",
         "lower",
         1,

@@ -58,8 +58,8 @@ def memory() -> float:
 FIGURES = (
     Figure(
         "ring_memory",
-        "`ring_attention` on 8 host devices, forward and backward, temporary memory of a device "
-        "against `flash_attention` on its share; length 8192, 8 heads of 64, float32",
+        "`ring_attention` on 8 host devices, forward + backward, temporary memory of a device "
+        "relative to `flash_attention` on its shard; length 8192, 8 heads of 64, float32",
         "x",
         "lower",
         2,

@@ -1,65 +1,227 @@
-"""`ejkernel info`: what is installed, what is there, and who would serve each operation."""
+"""`ejkernel info`: versions, devices, settings, and the platform of each operation."""
 
+import collections
 import importlib.metadata
-import platform
-from collections.abc import Iterator
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
 
 import jax
+import jax.numpy as jnp
+import typer
 from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 
-from ejkernel import __version__, settings
-from ejkernel.cli import subjects
+import ejkernel
+from ejkernel import settings
+from ejkernel.cli import provenance, subjects
+from ejkernel.cli.subjects import Subject
+from ejkernel.kernels import OPS
+from ejkernel.ops.persistent import PersistentCache, read_table
+from ejkernel.ops.platform import Backend
 
-_OPTIONAL_PACKAGES = ("jax-triton", "triton", "libtpu")
-_SETTINGS = (
-    settings.autotune_policy,
-    settings.autotune_progress,
-    settings.deterministic,
-    settings.cache_dir,
-    settings.interpret,
-    settings.mask_debug,
-    settings.record,
-)
+SHIPPED = Path(ejkernel.__file__).parent / "data" / "tuned"
+
+_OPTIONAL_PACKAGES = ("triton", "jax-triton", "libtpu")
+_DEVICES = (Backend.CPU, Backend.GPU, Backend.TPU)
+_SETTINGS: dict[str, Callable[[], Any]] = {
+    f"EJKERNEL_{read.__name__.upper()}": read
+    for read in (
+        settings.autotune_policy,
+        settings.autotune_progress,
+        settings.cache_dir,
+        settings.deterministic,
+        settings.interpret,
+        settings.mask_debug,
+        settings.record,
+    )
+}
+_MOST_REASONS = 6  # of unavailable platforms; all are in the JSON
 
 
-def versions() -> dict[str, str]:
-    """Versions of all that decides how a call runs; optional packages where they are installed."""
-    found = {"ejkernel": __version__, "python": platform.python_version()}
-    for package in ("jax", "jaxlib", *_OPTIONAL_PACKAGES):
+def invalid_settings() -> Iterator[str]:
+    """What is wrong with each environment variable of ours that has no valid value."""
+    for read in _SETTINGS.values():
         try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
+            read()
+        except ValueError as error:
+            yield str(error)
+
+
+def collect() -> dict[str, Any]:
+    """Everything that `ejkernel info --json` prints; docs/cli.md documents the keys."""
+    kinds = collections.Counter((device.device_kind, device.platform) for device in jax.devices())
+    return {
+        "versions": provenance.versions(),
+        "not_installed": [name for name in _OPTIONAL_PACKAGES if not _installed(name)],
+        "devices": [
+            {"kind": kind, "platform": platform, "count": count}
+            for (kind, platform), count in kinds.items()
+        ],
+        "settings": {name: _plain(read()) for name, read in _SETTINGS.items()},
+        "cache": _cache(),
+        "shipped": _shipped(),
+        "operations": {subject.name: _operation(subject) for subject in subjects.every()},
+    }
+
+
+def _installed(package: str) -> bool:
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value
+
+
+def _cache() -> dict[str, Any]:
+    """The user's cache: its directory and the number of tuned configurations per operation."""
+    counts = {}
+    for op in OPS:
+        try:
+            counts[op] = len(read_table(PersistentCache(op).path))
+        except (OSError, ValueError):  # absent, or set aside by the next call that tunes
             continue
+    return {"directory": str(settings.cache_dir()), "configurations": counts}
+
+
+def _shipped() -> dict[str, dict[str, int]]:
+    """Per device, the number of tuned configurations in the package for each operation."""
+    tables: dict[str, dict[str, int]] = {}
+    for path in sorted(SHIPPED.glob("*/*.json")):
+        devices = collections.Counter(device for device, _, _ in read_table(path))
+        for device, count in devices.items():
+            tables.setdefault(device, {})[path.stem] = count
+    return tables
+
+
+def _operation(subject: Subject) -> dict[str, Any]:
+    """The platforms of an operation: here per pass, and per kind of device."""
+    found: dict[str, Any] = {}
+
+    # What models use: many kernels for accelerators take no float32.
+    dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+
+    def look() -> None:
+        call = subject.invocation(subject.workloads[0].build(dtype=dtype))
+        for direction in subjects.DIRECTIONS:
+            able, reasons = subject.op.serving(direction, call.inputs, call.spec, call.device, None)
+            names = [source.platform.value for source, _ in able]
+            found[direction] = {"platforms": names, "unavailable": reasons}
+
+    jax.eval_shape(look)  # only shapes matter: nothing is computed or compiled
+    found["devices"] = {
+        device.value: [
+            source.platform.value
+            for source in subject.op.sources
+            if source.backend in (device, Backend.ANY)
+        ]
+        for device in _DEVICES
+    }
     return found
 
 
-def _settings() -> Iterator[tuple[str, str]]:
-    for read in _SETTINGS:
-        value = read()
-        yield f"EJKERNEL_{read.__name__.upper()}", "default" if value is None else str(value)
-
-
-def info() -> None:
-    """Versions, devices, settings, and which implementation would serve each operation here."""
+def info(
+    as_json: Annotated[bool, typer.Option("--json", help="Print all as one JSON object.")] = False,
+    list_settings: Annotated[
+        bool, typer.Option("--settings", help="Print all settings and what they mean.")
+    ] = False,
+) -> None:
+    """Show versions, devices, settings and the platform of each operation."""
     console = Console()
-    console.print(", ".join(f"{name} {version}" for name, version in versions().items()))
-    kinds = [device.device_kind for device in jax.devices()]
-    for kind in dict.fromkeys(kinds):
-        console.print(f"{kinds.count(kind)} x {kind} ({jax.default_backend()})")
+    if list_settings:
+        _print_settings(console)
+        return
+    try:
+        facts = collect()
+    except RuntimeError as error:  # JAX_PLATFORMS names a backend that this machine lacks
+        typer.echo(f"ejkernel: JAX cannot use a device: {error}", err=True)
+        raise typer.Exit(1) from None
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+        return
+    summary = Table.grid(padding=(0, 2))
+    summary.add_column(style="bold")
+    summary.add_column(overflow="fold")
+    for name, text in _summary(facts):
+        summary.add_row(name, escape(text))
+    console.print(summary)
+    console.print()
+    console.print(_operations_table(facts))
+    _print_reasons(console, facts)
+    console.print(
+        "xla runs on every device. More: ejkernel info --json, ejkernel info --settings",
+        style="dim",
+        highlight=False,
+    )
 
-    table = Table("setting", "value", title="Settings", title_justify="left")
-    for row in _settings():
-        table.add_row(*row)
-    console.print(table)
 
-    table = Table("operation", "pass", "served by", "others", title="Operations")
-    table.title_justify = "left"
-    for subject in subjects.every():
+def _summary(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """The lines above the table: a name and what there is."""
+    yield "versions", ", ".join(f"{name} {text}" for name, text in facts["versions"].items())
+    if facts["not_installed"]:
+        yield "missing", ", ".join(facts["not_installed"]) + " (optional)"
+    yield "devices", ", ".join(f"{x['count']} x {x['kind']}" for x in facts["devices"])
+    given = {n: value for n, value in facts["settings"].items() if os.environ.get(n)}
+    yield "settings", ", ".join(f"{n}={v}" for n, v in given.items()) or "all default"
+    yield "cache", facts["cache"]["directory"] + f" ({_counts(facts['cache']['configurations'])})"
+    kind = facts["devices"][0]["kind"]
+    here = facts["shipped"].get(kind)
+    others = ", ".join(device for device in facts["shipped"] if device != kind)
+    yield "shipped", (_counts(here) if here else f"no tuned table for {kind}; there is {others}")
+
+
+def _counts(tables: dict[str, int]) -> str:
+    return ", ".join(f"{op}: {count} tuned" for op, count in tables.items()) or "nothing tuned"
+
+
+def _operations_table(facts: dict[str, Any]) -> Table:
+    here = jax.default_backend()
+    others = [device.value for device in _DEVICES if device.value != here]
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for column in ("operation", "forward", "backward", *(f"on {x.upper()}" for x in others)):
+        table.add_column(column, no_wrap=True)
+    for name, operation in facts["operations"].items():
+        passes = [operation[direction]["platforms"] for direction in subjects.DIRECTIONS]
+        chosen = [platforms[0] if platforms else "none" for platforms in passes]
+        elsewhere = [_specific(operation["devices"][device]) for device in others]
+        table.add_row(name, *chosen, *elsewhere)
+    return table
+
+
+def _specific(platforms: list[str]) -> str:
+    """Platforms in order of preference; XLA, the fallback, only where it is alone."""
+    return " ".join(name for name in platforms if name != "xla") or "xla"
+
+
+def _print_reasons(console: Console, facts: dict[str, Any]) -> None:
+    """Why platforms made for this device are unavailable, one line per reason."""
+    here = f"({jax.default_backend()})"
+    reasons: dict[tuple[str, str], set[str]] = {}
+    for name, operation in facts["operations"].items():
         for direction in subjects.DIRECTIONS:
-            able, reasons = subject.serving(direction)
-            served, *rest = able or ["nobody"]
-            others = [f"{name} can as well" for name in rest]
-            others += [f"{name} {reason}" for name, reason in reasons.items()]
-            table.add_row(subject.name, direction, served, "; ".join(others) or "none")
-    console.print(table)
+            for label, reason in operation[direction]["unavailable"].items():
+                if label.endswith(here):
+                    reasons.setdefault((label, reason), set()).add(name)
+    for (label, reason), names in list(reasons.items())[:_MOST_REASONS]:
+        text = f"{label.partition(' ')[0]} unavailable for {len(names)}: {reason}"
+        console.print(text, markup=False, no_wrap=True, overflow="ellipsis")
+
+
+def _print_settings(console: Console) -> None:
+    """Every setting with its value, and what the module that reads it says about it."""
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \|$", settings.__doc__ or "", re.MULTILINE)
+    meanings = {name: f"{meaning} (default: {default})" for name, meaning, default in rows}
+    for name, read in _SETTINGS.items():
+        value = "default" if read() is None else str(read())
+        console.print(f"{name} = {value}", style="bold", markup=False, highlight=False)
+        meaning = Padding(meanings.get(name, "").replace("`", ""), (0, 0, 0, 4))
+        console.print(meaning, highlight=False)

@@ -49,6 +49,22 @@ def interleaved(*calls: Callable[[], Any], rounds: int, warmup: int = 1) -> list
     return best
 
 
+def alternating(*calls: Callable[[], Any], seconds: float) -> list[float]:
+    """Seconds of the fastest run of each call; they alternate for this long, twice at least.
+
+    Every call has run before: nothing is compiled or loaded while the clock runs.
+    """
+    best = [float("inf")] * len(calls)
+    rounds, end = 0, time.perf_counter() + seconds
+    while rounds < 2 or time.perf_counter() < end:
+        for index, call in enumerate(calls):
+            began = time.perf_counter()
+            jax.block_until_ready(call())
+            best[index] = min(best[index], time.perf_counter() - began)
+        rounds += 1
+    return best
+
+
 def check_close(actual: Any, expected: Any, *, ulps: int) -> None:
     """Raise unless the difference is within `ulps` eps (float32) of the largest value."""
     actual, expected = np.asarray(actual), np.asarray(expected, np.float64)

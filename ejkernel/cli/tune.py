@@ -1,38 +1,60 @@
-"""`ejkernel tune`: measure configurations for this device and write the table that ships."""
+"""`ejkernel tune`: measure configurations for this device and keep the fastest."""
 
+import contextlib
 import dataclasses
 import itertools
 import multiprocessing
 import os
+import signal
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
+import jax
 import typer
 from filelock import FileLock
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-import ejkernel
-from ejkernel import settings
 from ejkernel.cli import oracle, subjects
 from ejkernel.cli.check import Dtype
-from ejkernel.cli.subjects import Subject
-from ejkernel.ops import ConfigCache, ConfigSelectorChain, Tuner
+from ejkernel.cli.info import SHIPPED
+from ejkernel.cli.progress import TuningProgress
+from ejkernel.cli.subjects import Direction, Subject
+from ejkernel.errors import CacheWarning, TuningWarning
+from ejkernel.ops import ConfigCache, ConfigSelectorChain, PersistentCache, Tuner
 from ejkernel.ops.invocation import Invocation
-from ejkernel.ops.persistent import write_tuned
+from ejkernel.ops.persistent import read_table, write_tuned
+from ejkernel.ops.tuner import Progress, describe
 from ejkernel.ops.workload import Workload
 
-SHIPPED = Path(ejkernel.__file__).parent / "data" / "tuned"
+Entries = dict[Any, Any]
+Report = Callable[[str, Progress], None]
 
 
-def call_of(
-    subject: Subject, workload: Workload, direction: subjects.Direction, dtype: Dtype
-) -> Invocation:
+class Pass(NamedTuple):
+    """One direction of a named call."""
+
+    call: str
+    direction: Direction
+
+    def __str__(self) -> str:
+        return f"{self.call} {self.direction}"
+
+
+class Outcome(NamedTuple):
+    """What tuning a pass gave: a sentence for the user and entries for the table."""
+
+    said: str
+    entries: Entries
+    failed: bool = False
+
+
+def call_of(subject: Subject, workload: Workload, direction: Direction, dtype: Dtype) -> Invocation:
     """A pass of a workload; integers keep the values they have."""
     call = subject.invocation(workload.build())
     inputs = oracle.with_dtype(call.inputs, dtype)
@@ -40,14 +62,15 @@ def call_of(
 
 
 def _workloads(subject: Subject, names: list[str] | None) -> list[Workload]:
+    known = {call.name: call for call in subject.workloads}
     if not names:
         marked = [call for call in subject.workloads if "tune" in call.tags]
         if not marked:
             raise typer.BadParameter(
-                f"no named call of {subject.name} is marked for tuning; name some with --workload."
+                f"no named call of {subject.name} is marked for tuning; choose some with "
+                f"--workload from {', '.join(known)}."
             )
         return marked
-    known = {call.name: call for call in subject.workloads}
     if unknown := [name for name in names if name not in known]:
         raise typer.BadParameter(
             f"{subject.name} has no named call {', '.join(unknown)}; it has {', '.join(known)}."
@@ -55,12 +78,18 @@ def _workloads(subject: Subject, names: list[str] | None) -> list[Workload]:
     return [known[name] for name in names]
 
 
-class Outcome(NamedTuple):
-    """What tuning gave: a row of the table that is shown, entries of that which ships."""
+def _passes(subject: Subject, workloads: list[Workload], dtype: Dtype) -> list[Pass]:
+    """The passes that leave a choice: more than one candidate runs on this device."""
+    selector = ConfigSelectorChain(ConfigCache())
+    found = []
 
-    row: tuple[str, ...]
-    entries: dict[Any, Any]
-    failed: bool = False
+    def look(workload: Workload, direction: Direction) -> None:
+        if len(selector.candidates(call_of(subject, workload, direction, dtype))) > 1:
+            found.append(Pass(workload.name, direction))
+
+    for one in itertools.product(workloads, subjects.DIRECTIONS):
+        jax.eval_shape(lambda one=one: look(*one))  # only shapes matter: nothing is allocated
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,95 +102,211 @@ class Task:
     until: float | None = None  # when no call is begun any more
     lock: Path | None = None  # of the device, where several processes tune on it
 
-    def __call__(self, name: str, direction: subjects.Direction) -> Outcome:
+    def __call__(self, one: Pass, report: Report) -> Outcome:
         if self.until is not None and time.time() > self.until:
-            return Outcome((name, direction, "no time left", "", "", ""), {})
+            return Outcome(f"{one}: not tuned, no time left", {})
         try:
-            return self._tuned(name, direction)
-        except Exception as error:  # such as no memory left beside others; they go on
-            return _failure(name, direction, error)
+            return self._tuned(one, report)
+        except Exception as error:  # such as no memory left; the other passes go on
+            return _failure(one, error)
 
-    def _tuned(self, name: str, direction: subjects.Direction) -> Outcome:
+    def _tuned(self, one: Pass, report: Report) -> Outcome:
         subject = subjects.one(self.op)
-        turn = None if self.lock is None else FileLock(self.lock)
-        tuner = Tuner(warmup=1, iters=self.rounds, turn=turn)
+        tuner = Tuner(
+            warmup=1,
+            iters=self.rounds,
+            turn=None if self.lock is None else FileLock(self.lock),
+            report=lambda progress: report(str(one), progress),
+        )
         selector = ConfigSelectorChain(ConfigCache(), tuner=tuner)
-        call = call_of(subject, _workloads(subject, [name])[0], direction, self.dtype)
-        with settings.override(autotune_progress=True):
+        workload = _workloads(subject, [one.call])[0]
+        call = call_of(subject, workload, one.direction, self.dtype)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", TuningWarning)  # the outcome names the dropped ones
             tuned = selector.tune(call)
         if tuned is None:
-            return Outcome((name, direction, "none works", "", "", "all"), {})
+            return Outcome(f"{one}: failed, no candidate works", {}, failed=True)
         tried = len(tuned.measurements) + len(tuned.dropped)
-        fastest = f"{subjects.label(tuned.best.source)} {tuned.best.params}"
-        row = (name, direction, fastest, f"{tuned.seconds * 1e3:.3f} ms", str(tried))
-        # A single candidate is no choice, and nothing to remember.
-        entries = {call.key: selector.cache.get(call.key)} if tried > 1 else {}
-        return Outcome((*row, str(len(tuned.dropped))), entries)
+        said = f"{one}: {tuned.seconds * 1e3:.3f} ms, {describe(tuned.best)}; best of {tried}"
+        if tuned.dropped:
+            choice, reason = tuned.dropped[0]
+            said += f", {len(tuned.dropped)} dropped, e.g. {describe(choice)}: {reason}"
+        return Outcome(said, {call.key: selector.cache.get(call.key)})
 
 
-def _failure(name: str, direction: str, error: Exception) -> Outcome:
-    reason = escape(f"{type(error).__name__}: {error}".partition("\n")[0])
-    return Outcome((name, direction, f"failed: {reason}", "", "", ""), {}, failed=True)
+def _failure(one: Pass, error: BaseException) -> Outcome:
+    reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+    return Outcome(f"{one}: failed, {reason}", {}, failed=True)
 
 
-def _outcomes(task: Task, names: list[str], workers: int) -> Iterator[Outcome]:
-    """As they come, from here or from as many processes."""
-    passes = itertools.product(names, subjects.DIRECTIONS)
+def _outcomes(
+    task: Task, passes: list[Pass], workers: int, report: Report
+) -> Iterator[tuple[Pass, Outcome]]:
+    """As they come, from this process or from several."""
     if workers == 1:
-        yield from itertools.starmap(task, passes)
+        yield from ((one, task(one, report)) for one in passes)
         return
     # Each takes what it needs of the device's memory, not most of it as it would alone.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        ProcessPoolExecutor(
-            workers, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1
-        ) as pool,
-    ):
+    with tempfile.TemporaryDirectory() as folder, _pool(workers, report) as pool:
         task = dataclasses.replace(task, lock=Path(folder) / "device.lock")
-        under_way = {pool.submit(task, *one): one for one in passes}
+        with _interrupts_held_back():
+            under_way = {pool.submit(_in_worker, task, one): one for one in passes}
         for done in as_completed(under_way):
             # A process that was killed raises here, for itself and for those that wait.
-            error = done.exception()
-            if isinstance(error, Exception):
-                yield _failure(*under_way[done], error)
-            else:
-                yield done.result()
+            one, error = under_way[done], done.exception()
+            yield one, done.result() if error is None else _failure(one, error)
+
+
+@contextlib.contextmanager
+def _pool(workers: int, report: Report) -> Iterator[ProcessPoolExecutor]:
+    """Processes whose progress is reported here; they end with the block, however it ends."""
+    context = multiprocessing.get_context("spawn")
+    events = context.SimpleQueue()
+
+    def listen() -> None:
+        with contextlib.suppress(EOFError, OSError):  # closed here, with every worker ended
+            while True:
+                report(*events.get())
+
+    listener = threading.Thread(target=listen, daemon=True)
+    listener.start()
+    pool = ProcessPoolExecutor(
+        workers,
+        mp_context=context,
+        initializer=_connect,
+        initargs=(events,),
+        max_tasks_per_child=1,
+    )
+    try:
+        yield pool
+    except BaseException:
+        for child in multiprocessing.active_children():
+            child.terminate()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+        events.close()
+        listener.join(timeout=1)
+
+
+@contextlib.contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Processes and threads started here leave Ctrl-C to this process, which ends them."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+_EVENTS: Any = None  # in a worker process: where its progress goes
+
+
+def _connect(events: Any) -> None:
+    global _EVENTS
+    _EVENTS = events
+
+
+def _in_worker(task: Task, one: Pass) -> Outcome:
+    return task(one, lambda *event: _EVENTS.put(event))
+
+
+def _write(op: str, entries: Entries, folder: Path | None) -> set[Path]:
+    """Merge entries into the user's cache, or into the tables of a folder; the files written."""
+    if not entries:
+        return set()
+    if folder is not None:
+        try:
+            return set(write_tuned(folder, op, entries))
+        except (OSError, ValueError) as error:
+            typer.echo(f"ejkernel: cannot write the table of {op} in {folder}: {error}", err=True)
+            return set()
+    cache = PersistentCache(op)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", CacheWarning)
+        cache.update(entries)
+    for warning in caught:
+        typer.echo(f"ejkernel: {warning.message}", err=True)
+    with contextlib.suppress(OSError, ValueError):
+        if entries.keys() <= read_table(cache.path).keys():
+            return {cache.path}
+    return set()
 
 
 def tune(
     op: Annotated[str, typer.Argument(help="The operation.")],
     workload: Annotated[
-        list[str] | None, typer.Option(help="A named call; those marked for tuning by default.")
+        list[str] | None, typer.Option(help="A named call; by default those marked for tuning.")
     ] = None,
     dtype: Annotated[Dtype, typer.Option(help="Type of the arrays.")] = "bfloat16",
     seconds: Annotated[
-        float | None, typer.Option(min=0.0, help="Begin no call after so many seconds.")
+        float | None, typer.Option(min=0.0, help="Start no call after so many seconds.")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Timed runs of each candidate.")] = 10,
     workers: Annotated[
         int, typer.Option(min=1, help="Processes that compile; one at a time uses the device.")
     ] = 1,
-    output: Annotated[Path, typer.Option(help="Folder of the tables.")] = SHIPPED,
+    ship: Annotated[
+        bool, typer.Option("--ship", help="For maintainers: write the table of the package.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option(help="With --ship: another folder of tables.")
+    ] = None,
 ) -> None:
-    """Tune named calls of an operation for this device and write the table that ships."""
-    names = [one.name for one in _workloads(subjects.one(op), workload)]
-    until = None if seconds is None else time.time() + seconds
+    """Tune an operation for this device; results go to your cache."""
+    if output is not None and not ship:
+        raise typer.BadParameter("--output is a folder of shipped tables; use it with --ship.")
+    subject = subjects.one(op)
+    workloads = _workloads(subject, workload)
+    passes = _passes(subject, workloads, dtype)
     console = Console()
-    table = Table("call", "pass", "fastest", "time", "candidates", "dropped", title=op)
-    written: set[Path] = set()
-    failed = 0
-    for outcome in _outcomes(Task(op, dtype, rounds, until), names, workers):
-        table.add_row(*outcome.row)
-        # After every pass, so that whoever stops half-way keeps what is known.
-        written |= set(write_tuned(output, op, outcome.entries))
-        failed += outcome.failed
-    console.print(table)
-    for path in sorted(written):
-        console.print(f"written: {path}", soft_wrap=True)
+    if not passes:
+        kind = jax.devices()[0].device_kind
+        console.print(f"Nothing to tune: {op} has a single candidate per call on {kind}.")
+        return
+    if skipped := len(workloads) * len(subjects.DIRECTIONS) - len(passes):
+        console.print(f"Passes with a single candidate, skipped: {skipped}", highlight=False)
+    until = None if seconds is None else time.time() + seconds
+    folder = (output or SHIPPED) if ship else None
+    progress = TuningProgress(len(passes), console)
+    paths: set[Path] = set()
+    tuned = failed = 0
+    with progress.shown():
+        task = Task(op, dtype, rounds, until)
+        for one, outcome in _outcomes(task, passes, workers, progress.update):
+            progress.finish(str(one))
+            console.print(outcome.said, markup=False, highlight=False)
+            # After every pass: what has been measured stays, whenever tuning is stopped.
+            paths |= _write(op, outcome.entries, folder)
+            tuned += len(outcome.entries)
+            failed += outcome.failed
+    _conclude(console, tuned, failed, paths, ship, workers)
+
+
+def _conclude(
+    console: Console, tuned: int, failed: int, paths: set[Path], ship: bool, workers: int
+) -> None:
+    """Say where the results are and what to do with them; exit code 1 if something failed."""
+    if paths:
+        console.print(f"Configurations written: {tuned}")
+        for path in sorted(paths):
+            console.print(f"  {path}", soft_wrap=True, highlight=False)
+    if paths and not ship:
+        console.print(
+            "Calls of these shapes use them from now on. To see them, open the file or run "
+            "`ejkernel info`; to remove them, delete the file.",
+            highlight=False,
+        )
     if failed:
         hint = ": with fewer --workers each has more memory" if workers > 1 else ""
-        console.print(f"{failed} of these failed{hint}.")
+        console.print(f"Failed passes: {failed}{hint}.")
+    elif tuned and not paths:
+        console.print("The configurations could not be written.")
+    elif not tuned:
+        console.print("No configuration was written.")
+    if failed or (tuned and not paths):
         raise typer.Exit(1)
-    if not written:
-        console.print("nothing to write: no call has more than one candidate that works.")

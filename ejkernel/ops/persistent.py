@@ -118,7 +118,7 @@ class PersistentCache:
             ValueError: the file is not one of ours.
         """
         try:
-            entries = _read(Path(path))
+            entries = read_table(Path(path))
         except ValueError as error:
             raise ValueError(f"PersistentCache: cannot import {path}: {error}.") from None
         self._file.update(entries)
@@ -185,7 +185,7 @@ def write_tuned(root: Path, opname: str, entries: Mapping[Key, Any]) -> list[Pat
     for device, table in tables.items():
         path = root / _slug(device) / _file_name(opname)
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write(path, (_read(path) if path.exists() else {}) | table)
+        _write(path, (read_table(path) if path.exists() else {}) | table)
         written.append(path)
     return written
 
@@ -241,7 +241,7 @@ class _SharedFile:
         self._signature = signature
         with self._reported("read"):
             try:
-                self._known = _read(self.path) if signature else {}
+                self._known = read_table(self.path) if signature else {}
             except FileNotFoundError:
                 self._known = {}
             except ValueError:
@@ -251,7 +251,7 @@ class _SharedFile:
     def _read_or_set_aside(self) -> _Entries:
         """What the file holds; only the owner of the lock may move a bad file out of the way."""
         try:
-            return _read(self.path)
+            return read_table(self.path)
         except FileNotFoundError:
             return {}
         except ValueError as error:
@@ -295,7 +295,8 @@ def _signature(path: Path) -> tuple[int, int, int] | None:
     return status.st_mtime_ns, status.st_size, status.st_ino
 
 
-def _read(path: Path) -> _Entries:
+def read_table(path: Path) -> _Entries:
+    """The entries of a file by key; a `ValueError` if it is not one of ours."""
     return _parsed(path.read_text(encoding="utf-8"))
 
 
@@ -334,7 +335,7 @@ def _write(path: Path, entries: _Entries) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError:
+    except BaseException:  # also Ctrl-C: no half-written file stays behind
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise

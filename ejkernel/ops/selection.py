@@ -166,11 +166,15 @@ class ConfigSelectorChain:
             tuned = self.tune(inv, choices)
         return tuned and tuned.best
 
+    def candidates(self, inv: Invocation) -> list[Choice]:
+        """Every platform and parameter set that `tune` would measure for the call."""
+        able, _ = inv.op.serving(inv.direction, inv.inputs, inv.spec, inv.device, inv.platform)
+        return _choices(inv, able)
+
     def tune(self, inv: Invocation, choices: list[Choice] | None = None) -> Tuned | None:
         """Measure the call now and remember the winner."""
         if choices is None:
-            able, _ = inv.op.serving(inv.direction, inv.inputs, inv.spec, inv.device, inv.platform)
-            choices = _choices(inv, able)
+            choices = self.candidates(inv)
         self.emit("autotune_start", key=inv.key, candidates=len(choices))
         tuned = self.tuner.autotune(inv, choices)
         if tuned is None:

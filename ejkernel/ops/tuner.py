@@ -6,8 +6,9 @@ import dataclasses
 import functools
 import os
 import sys
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -37,6 +38,25 @@ class Tuned(NamedTuple):
     dropped: list[tuple[Choice, str]]
 
 
+class Progress(NamedTuple):
+    """What is known after each candidate of a call; plain values, so that processes can send it."""
+
+    call: str  # the op, its direction and version
+    number: int  # of the candidate, from 1
+    total: int
+    candidate: str
+    outcome: str  # its time, or why it was dropped
+    best: float | None  # seconds of the fastest so far
+    seconds_left: float
+
+    def __str__(self) -> str:
+        best = "none" if self.best is None else _milliseconds(self.best)
+        return (
+            f"tuning {self.call} [{self.number}/{self.total}] {self.candidate}: {self.outcome} "
+            f"(best {best}, about {self.seconds_left:.0f} s left)"
+        )
+
+
 class Tuner:
     """Times candidates on random data, outside of any trace that is under way.
 
@@ -45,16 +65,23 @@ class Tuner:
         iters: timed runs of each candidate; the fastest counts.
         turn: held while the device computes, not while the host compiles: processes that tune on
             one device at the same time hold the same lock.
+        report: called after each candidate; None prints a line to stderr, as
+            `EJKERNEL_AUTOTUNE_PROGRESS` says.
     """
 
     def __init__(
-        self, warmup: int = 1, iters: int = 3, turn: AbstractContextManager | None = None
+        self,
+        warmup: int = 1,
+        iters: int = 3,
+        turn: AbstractContextManager | None = None,
+        report: Callable[[Progress], None] | None = None,
     ) -> None:
         if warmup < 0 or iters < 1:
             raise ValueError(
                 f"Tuner: warmup must be at least 0 and iters at least 1, got {warmup} and {iters}."
             )
         self.warmup, self.iters, self.turn = warmup, iters, turn or contextlib.nullcontext()
+        self.report = report or _print_progress
 
     def measure(self, function: Any, *args: Any) -> float:
         """Seconds of the fastest of `iters` runs of `function(*args)`."""
@@ -78,16 +105,19 @@ class Tuner:
     def _autotune(self, inv: Invocation, choices: list[Choice]) -> Tuned | None:
         arguments = _arguments(inv, self._computed)
         judge = _Judge(inv, choices, arguments, self._computed)
-        race = _Race(self, inv, arguments, judge, len(choices))
+        race = _Race(self, inv, arguments, judge)
         groups: dict[int, list[Choice]] = {}
         for choice in choices:
             groups.setdefault(id(choice.source), []).append(choice)
         # What runs anywhere is mostly slow on an accelerator: last, it need not be timed for long.
         ordered = sorted(groups.values(), key=lambda x: x[0].source.platform is Platform.XLA)
+        race.total = len(choices)
         race.run([first for first, *_ in ordered])
-        race.run([x for first, *others in ordered if race.is_near(first) for x in others])
+        others = [x for first, *others in ordered if race.is_near(first) for x in others]
+        race.total = len(ordered) + len(others)
+        race.run(others)
         if race.dropped:
-            said = "; ".join(f"{_name(choice)} ({reason})" for choice, reason in race.dropped)
+            said = "; ".join(f"{describe(choice)} ({reason})" for choice, reason in race.dropped)
             warnings.warn(
                 f"{inv.op.identifier(inv.direction)}: dropped {len(race.dropped)} of "
                 f"{len(choices)} candidates while tuning: {said}.",
@@ -103,11 +133,10 @@ class Tuner:
 class _Race:
     """Candidates that are compiled together, checked and timed one after the other."""
 
-    def __init__(
-        self, tuner: Tuner, inv: Invocation, arguments: tuple, judge: "_Judge", total: int
-    ) -> None:
+    def __init__(self, tuner: Tuner, inv: Invocation, arguments: tuple, judge: "_Judge") -> None:
         self._tuner, self._inv, self._arguments, self._judge = tuner, inv, arguments, judge
-        self._total = total
+        self._start = time.monotonic()
+        self.total = 0
         self.measured: list[tuple[Choice, float]] = []
         self.dropped: list[tuple[Choice, str]] = []
 
@@ -122,22 +151,37 @@ class _Race:
 
     def run(self, choices: list[Choice]) -> None:
         inv, arguments = self._inv, self._arguments
-        runs = _compiled([_runner(inv, choice) for choice in choices], arguments, inv.device)
-        for choice, compiled in zip(choices, runs, strict=True):
-            try:
-                run, seconds = compiled(), None
-                with self._tuner.turn:
-                    reason = self._judge.objection(run(*arguments))
-                    if reason is None:
-                        seconds = self._tuner._seconds(run, arguments, self._best)
-            except Exception as error:  # whatever a candidate raises only costs it the race
-                reason, seconds = f"{type(error).__name__}: {error}".partition("\n")[0], None
-            if seconds is None:
-                self.dropped.append((choice, reason or ""))
-            else:
-                self.measured.append((choice, seconds))
-            number = len(self.measured) + len(self.dropped)
-            _report(inv, number, self._total, choice, seconds, reason)
+        runs = [_runner(inv, choice) for choice in choices]
+        with _compiled(runs, arguments, inv.device) as compiled_runs:
+            for choice, compiled in zip(choices, compiled_runs, strict=True):
+                try:
+                    run, seconds = compiled(), None
+                    with self._tuner.turn:
+                        reason = self._judge.objection(run(*arguments))
+                        if reason is None:
+                            seconds = self._tuner._seconds(run, arguments, self._best)
+                except Exception as error:  # whatever a candidate raises only costs it the race
+                    reason, seconds = f"{type(error).__name__}: {error}".partition("\n")[0], None
+                if seconds is None:
+                    self.dropped.append((choice, reason or ""))
+                else:
+                    self.measured.append((choice, seconds))
+                outcome = f"dropped: {reason}" if seconds is None else _milliseconds(seconds)
+                self._tuner.report(self._progress(choice, outcome))
+
+    def _progress(self, choice: Choice, outcome: str) -> Progress:
+        """The state of the race after a candidate."""
+        number = len(self.measured) + len(self.dropped)
+        each = (time.monotonic() - self._start) / number
+        return Progress(
+            call=self._inv.op.identifier(self._inv.direction),
+            number=number,
+            total=self.total,
+            candidate=describe(choice),
+            outcome=outcome,
+            best=self._best if self.measured else None,
+            seconds_left=each * (self.total - number),
+        )
 
 
 def _runner(inv: Invocation, choice: Choice) -> Any:
@@ -154,14 +198,16 @@ def _runner(inv: Invocation, choice: Choice) -> Any:
     return jax.jit(run)
 
 
-def _compiled(runs: list, arguments: tuple, device: Device) -> list[Callable[[], Any]]:
+@contextlib.contextmanager
+def _compiled(runs: list, arguments: tuple, device: Device) -> Iterator[list[Callable[[], Any]]]:
     """For each run a function that gives it compiled, or raises why it cannot be.
 
     For an accelerator the host compiles several at once; all of them are traced here, because
     JAX keeps its settings per thread.
     """
     if device.platform == "cpu":
-        return [lambda run=run: run for run in runs]
+        yield [lambda run=run: run for run in runs]
+        return
     pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1)
 
     def begin(run: Any) -> Callable[[], Any]:
@@ -170,9 +216,10 @@ def _compiled(runs: list, arguments: tuple, device: Device) -> list[Callable[[],
         except Exception as error:
             return functools.partial(_raise, error)
 
-    results = [begin(run) for run in runs]
-    pool.shutdown(wait=False)
-    return results
+    try:
+        yield [begin(run) for run in runs]
+    finally:  # after Ctrl-C, what has not begun is not compiled
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _raise(error: Exception) -> Any:
@@ -317,15 +364,22 @@ def _largest(x: jax.Array) -> float:
     return float(_size(x))
 
 
-def _name(choice: Choice) -> str:
-    return f"{choice.source.platform.value} {choice.params}"
+def describe(choice: Choice) -> str:
+    """The platform of a candidate and those of its parameters that are set."""
+    params = choice.params
+    if not dataclasses.is_dataclass(params):
+        return choice.source.platform.value + ("" if params is None else f" {params}")
+    names = (field.name for field in dataclasses.fields(params))
+    values = {name: getattr(params, name) for name in names if name not in ("platform", "backend")}
+    given = (f"{name}={value}" for name, value in values.items() if value is not None)
+    return " ".join([choice.source.platform.value, *given])
 
 
-def _report(
-    inv: Invocation, number: int, total: int, choice: Choice, seconds: float | None, why: str | None
-) -> None:
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms"
+
+
+def _print_progress(progress: Progress) -> None:
     wanted = settings.autotune_progress()
     if wanted or (wanted is None and sys.stderr.isatty()):
-        outcome = f"{seconds * 1e3:.3f} ms" if seconds is not None else f"dropped: {why}"
-        label = f"{inv.op.identifier(inv.direction)} [{number}/{total}]"
-        print(f"tuning {label} {_name(choice)}: {outcome}", file=sys.stderr)
+        print(progress, file=sys.stderr)

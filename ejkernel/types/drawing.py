@@ -69,6 +69,42 @@ def block_states(rule: Rule, q_len: int, kv_len: int, block_q: int, block_k: int
     return np.where(every, FULL, np.where(some, PARTIAL, EMPTY)).astype(np.int8)
 
 
+def coarse_states(
+    rule: Rule, q_len: int, kv_len: int, block_q: int, block_k: int, parts: tuple[int, int]
+) -> np.ndarray:
+    """The state of each block from what the rules say about its parts; no pair is looked at.
+
+    The work depends on the number of blocks alone, not on the lengths. A block is certainly full or
+    empty where it is called so; one that is called partial may be full or empty if every one of its
+    parts is in doubt, which needs a boundary of the mask in each of them.
+
+    Args:
+        rule: the mask of one head of one batch row.
+        q_len: number of queries.
+        kv_len: number of keys.
+        block_q: queries in a block.
+        block_k: keys in a block.
+        parts: into how many parts a block is cut, along queries and keys; divisors of its sizes.
+    """
+    rows, columns = parts
+    sizes = -(-q_len // block_q), rows, -(-kv_len // block_k), columns
+    some, every = (
+        np.array(bound.reshape(bound.shape[-2:]))
+        for bound in _blocks(rule, q_len, kv_len, block_q // rows, block_k // columns)
+    )
+    is_active = _in_parts(some, sizes, beyond=False).any((1, 3))
+    is_full = _in_parts(every, sizes, beyond=True).all((1, 3))
+    return np.where(is_full, FULL, np.where(is_active, PARTIAL, EMPTY)).astype(np.int8)
+
+
+def _in_parts(bound: np.ndarray, sizes: tuple[int, int, int, int], beyond: bool) -> np.ndarray:
+    """`[nq, rows, nk, columns]`; parts beyond the last query or key count as `beyond`."""
+    missing_rows = sizes[0] * sizes[1] - bound.shape[0]
+    missing_columns = sizes[2] * sizes[3] - bound.shape[1]
+    padding = ((0, missing_rows), (0, missing_columns))
+    return np.pad(bound, padding, constant_values=beyond).reshape(sizes)
+
+
 def block_labels(ids: np.ndarray, block: int) -> list[Any]:
     """The id that all tokens of each block share; `MIXED` or `PADDING` where there is none."""
     labels: list[Any] = []
