@@ -4,42 +4,65 @@
 PYTHON ?= python3
 VENV ?= .venv
 TESTS ?= tests ejkernel
-MARKS ?= not gpu and not tpu and not slow
 WORKERS ?= auto
-# What `make test-gpu` runs with all it needs, and `make test` therefore leaves to it.
+# Which tests: the quick selection by default.
+MARKS ?= not gpu and not tpu and not slow
+EVIDENCE := benchmarks/results/evidence
+# The tests that `make test-gpu` runs, with the packages that they need.
 GPU_TESTS := tests/kernels/test_*_triton.py tests/kernels/test_*_pallas_gpu.py tests/kernels/test_*_cuda.py
-APART := $(GPU_TESTS:%=--ignore-glob="%")
 
 bin := $(VENV)/bin
 pip := $(bin)/python -m pip --disable-pip-version-check
 stamp := $(VENV)/.installed
+# The tests of a group share what they compile and run in one process.
+pytest := $(bin)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadgroup -q
+on_cpu := JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1
 
-.PHONY: help demo test test-tpu test-gpu lint format bench tables clean
+.PHONY: help demo test test-all test-tpu test-gpu test-nightly test-package lint format bench tables clean
 help:
-	@echo "make demo    every operation on this machine, checked and timed"
-	@echo "make test    the test suite; with MARKS='not gpu and not tpu' the slow part of it as well"
-	@echo "make test-tpu  the kernels for TPUs, interpreted and compiled; no TPU is needed"
-	@echo "make test-gpu  the kernels for NVIDIA GPUs, interpreted and compiled; no GPU is needed"
-	@echo "make lint    ruff and pyright (make format mends what ruff can)"
-	@echo "make bench   the figures that README quotes (make tables only writes its tables)"
-	@echo "make clean   remove the environments and caches"
+	@echo "make demo          run every operation on this machine: checked, timed, compared with plain JAX"
+	@echo "make test          the quick test suite, minutes"
+	@echo "make test-all      the whole CPU suite: all workloads, dtypes and candidate configurations"
+	@echo "make test-tpu      TPU kernels, interpreted and compiled by libtpu; needs no TPU"
+	@echo "make test-gpu      NVIDIA kernels, interpreted and compiled; needs no GPU"
+	@echo "make test-nightly  the slow tests of TPU and NVIDIA kernels, hours"
+	@echo "make test-package  build a wheel from the sdist, install it alone, run its demo"
+	@echo "make lint          ruff and pyright (make format applies ruff's fixes)"
+	@echo "make bench         measure the CPU benchmarks (make tables only rewrites the generated tables)"
+	@echo "make clean         remove environments and caches"
 
 demo: $(stamp)-package
 	$(bin)/ejkernel demo
 
 test: $(stamp)-test
-	$(bin)/python -m pytest $(TESTS) -m "$(MARKS)" -n $(WORKERS) --maxprocesses 8 -q $(APART)
+	$(pytest) $(TESTS) -m "$(MARKS)" $(GPU_TESTS:%=--ignore-glob="%") $(ARGS)
 
-# Kernels for TPUs, interpreted for their numbers and compiled by libtpu for every generation.
+test-all: MARKS = not gpu and not tpu
+test-all: test
+
 test-tpu: $(stamp)-tpu
-	PYTHONPATH=$(VENV)/tpu JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 \
-		$(bin)/python -m pytest tests -m "tpu and not slow" -n $(WORKERS) --maxprocesses 8 -q
+	PYTHONPATH=$(VENV)/tpu $(on_cpu) $(pytest) tests -m "tpu and not slow" $(ARGS)
 
-# Kernels for NVIDIA GPUs: Triton's interpreted and compiled for three generations, Pallas' assembled
-# for an H200. On a GPU, `pytest -m gpu` runs the rest.
 test-gpu: $(stamp)-gpu
-	PYTHONPATH=$(VENV)/cuda JAX_PLATFORMS=cpu \
-		$(bin)/python -m pytest $(GPU_TESTS) -m "$(MARKS)" -n $(WORKERS) --maxprocesses 8 -q
+	PYTHONPATH=$(VENV)/cuda $(on_cpu) $(pytest) $(GPU_TESTS) -m "$(MARKS)" $(ARGS)
+
+# Each part runs whatever became of the one before, and records what it proved.
+test-nightly: $(stamp)-tpu $(stamp)-gpu
+	PYTHONPATH=$(VENV)/tpu $(on_cpu) $(pytest) tests -m "tpu and slow" \
+		--evidence $(EVIDENCE)/nightly_tpu.json $(ARGS); tpu=$$?; \
+	PYTHONPATH=$(VENV)/cuda $(on_cpu) $(pytest) $(GPU_TESTS) -m "slow and not gpu and not tpu" \
+		--evidence $(EVIDENCE)/nightly_gpu.json $(ARGS) && exit $$tpu
+
+# What a user installs: from the sdist a wheel, from the wheel an environment of its own.
+test-package: | $(bin)/python
+	rm -rf build/package
+	$(bin)/python -m venv build/package/builder
+	build/package/builder/bin/pip --disable-pip-version-check install --quiet build
+	build/package/builder/bin/python -m build --outdir build/package .
+	$(bin)/python -m venv build/package/clean
+	build/package/clean/bin/pip --disable-pip-version-check install --quiet \
+		"$$(ls $(CURDIR)/build/package/*.whl)[cli]"
+	cd build/package && clean/bin/ejkernel --version && clean/bin/ejkernel demo
 
 lint: $(stamp)-dev
 	$(bin)/ruff check .
@@ -52,10 +75,10 @@ format: $(stamp)-dev
 
 bench: $(stamp)-package
 	$(bin)/ejkernel bench --json benchmarks/results
-	$(bin)/python benchmarks/tables.py
+	$(bin)/python -m benchmarks.report
 
 tables: $(stamp)-package
-	$(bin)/python benchmarks/tables.py
+	$(bin)/python -m benchmarks.report
 
 clean:
 	rm -rf .venv .venv-oldest .venv-newest .pytest_cache .ruff_cache .hypothesis build dist
@@ -83,7 +106,7 @@ $(stamp)-tpu: pyproject.toml $(stamp)-test
 		"import importlib.metadata as m; print(next(r.split(';')[0] for r in m.requires('jax') if r.startswith('libtpu')))")"
 	@touch $@
 
-# XLA's CUDA plugin of JAX's own version, an assembler, and Triton, likewise apart.
+# XLA's CUDA plugin of JAX's own version, an assembler, and Triton, also in a folder of their own.
 $(stamp)-gpu: pyproject.toml $(stamp)-test
 	version=$$($(bin)/python -c "import jax; print(jax.__version__)") && \
 	$(pip) install --quiet --no-deps --upgrade --target $(VENV)/cuda jax-cuda13-pjrt==$$version \

@@ -4,11 +4,12 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import pytest
+from evidence import proves
 
 from ejkernel.cli.oracle import Truth, moved, on_the_host, with_dtype
 from ejkernel.kernels import OPS
@@ -17,6 +18,10 @@ from ejkernel.ops.implementation import Op, Source
 from ejkernel.ops.invocation import Invocation
 from ejkernel.ops.platform import device_of
 from ejkernel.ops.workload import Workload
+
+# Of the workloads of an op: none, the last core one, which uses most features, the core, or all.
+Share = Literal["none", "fullest", "core", "all"]
+SHARES = get_args(Share)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,16 +46,20 @@ class Case:
     def call(self, dtype: Any = jnp.float32, seed: int = 0) -> Invocation:
         """The workload as the public function canonicalises it, floats in `dtype`."""
         with on_the_host():
-            arguments = self.workload.build(seed, jnp.float32)
-            invocation = default_executor().invocation(function_of(self.op.name), **arguments)
-            inputs = with_dtype(invocation.inputs, dtype)
+            drawn = self._drawn(seed)
+            inputs = with_dtype(drawn.inputs, dtype)
         inputs = moved(inputs)
-        return dataclasses.replace(
-            invocation,
-            inputs=inputs,
-            device=device_of(jax.tree.leaves(inputs)),
-            platform=self.source.platform.value,
-        )
+        device = device_of(jax.tree.leaves(inputs))
+        return dataclasses.replace(drawn, inputs=inputs, device=device)
+
+    def shapes(self) -> Invocation:
+        """The same call with shapes in place of arrays: nothing is drawn or moved."""
+        return as_shapes(self._drawn)
+
+    def _drawn(self, seed: int = 0) -> Invocation:
+        arguments = self.workload.build(seed, jnp.float32)
+        invocation = default_executor().invocation(function_of(self.op.name), **arguments)
+        return dataclasses.replace(invocation, platform=self.source.platform.value)
 
 
 def as_shapes(make: Callable[[], Invocation]) -> Invocation:
@@ -68,45 +77,45 @@ def workloads_of(name: str) -> Any:
     return importlib.import_module(f"ejkernel.kernels.{name}.workloads")
 
 
-def chosen(hardware: str, workloads: list[Workload]) -> list[str]:
-    """The workloads that stand for all the others."""
-    core = [x.name for x in workloads if "core" in x.tags]
-    return core[-1:] if hardware == "tpu" else core
-
-
 def all_cases(
-    thorough: bool = True,
-    distinct: bool = False,
-    interpreted: bool = True,
+    xla: Share = "all", gpu: Share = "all", tpu: Share = "all", borrowed: Share = "all"
 ) -> list[Any]:
     """Every case as a pytest parameter; those of other hardware carry its mark.
 
-    TPU kernels are interpreted where there is no TPU.
-
-    Where not `thorough`, what is no core workload is marked slow; interpreters are slow, so that
-    of TPU kernels only the last core workload, the fullest, is not. Where `distinct`, so is what
-    the code of another op serves, whose workloads stand for it; of TPU kernels, where not
-    `thorough`, always, and else but for that core workload. Where not `interpreted`, all those of
-    TPU kernels are slow, which have tests of their own beside these.
+    `xla`, `gpu` and `tpu` say which workloads of an op the quick selection runs on these platforms,
+    `borrowed` which of an op whose implementation is another op's; the others are marked slow. TPU
+    kernels are interpreted where there is no TPU. The tests of a case run in one process, so that
+    what they compile in common is compiled once.
     """
-    cases = []
-    for name in OPS:
-        op = kernel_registry.op(name)
-        for source in op.sources:
-            hardware = source.backend.value
-            calls = [x for x in workloads_of(name).WORKLOADS if "test" in x.tags]
-            for workload in calls:
-                marks = [getattr(pytest.mark, hardware)] if hardware in ("gpu", "tpu") else []
-                borrowed = f".{name}." not in str(source.where)
-                core = thorough and not (borrowed and hardware == "tpu")
-                core = core or workload.name in chosen(hardware, calls)
-                apart = distinct or (hardware == "tpu" and not thorough)
-                core = core and (interpreted or hardware != "tpu")
-                if not core or (apart and borrowed):
-                    marks.append(pytest.mark.slow)
-                case = Case(op, source, workload)
-                cases.append(pytest.param(case, id=case.name, marks=marks))
-    return cases
+    parameters = []
+    for op, source, cases in _implementations():
+        hardware = source.backend.value
+        share = {"gpu": gpu, "tpu": tpu}.get(hardware, xla)
+        if f".{op.name}." not in str(source.where):
+            share = min(share, borrowed, key=SHARES.index)
+        core = [case for case in cases if "core" in case.workload.tags]
+        quick = {"all": cases, "core": core, "fullest": core[-1:], "none": []}[share]
+        for case in cases:
+            marks = [pytest.mark.xdist_group(case.name)]
+            marks += [getattr(pytest.mark, hardware)] if hardware in ("gpu", "tpu") else []
+            marks += [] if case in quick else [pytest.mark.slow]
+            parameters.append(pytest.param(case, id=case.name, marks=marks))
+    return parameters
+
+
+@functools.cache
+def _implementations() -> list[tuple[Op, Source, list[Case]]]:
+    """The cases of every implementation: the same objects for all tests, which share a truth."""
+    return [
+        (
+            op,
+            source,
+            [Case(op, source, x) for x in workloads_of(name).WORKLOADS if "test" in x.tags],
+        )
+        for name in OPS
+        for op in [kernel_registry.op(name)]
+        for source in op.sources
+    ]
 
 
 def refuses(case: Case, invocation: Invocation, direction: Any) -> str | None:
@@ -125,4 +134,5 @@ def served(case: Case, invocation: Invocation, *directions: Any) -> Any:
     for direction in directions:
         if reason := refuses(case, invocation, direction):
             pytest.skip(f"{case.source.platform.value}: {reason}")
+    proves(case.op.name, case.source, *directions)
     return [getattr(case.source.load(), direction) for direction in directions]

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import pytest
+from conformance import cases
 from conformance.cases import Case, all_cases, as_shapes, function_of, workloads_of
 
 from ejkernel.errors import UnsupportedError
@@ -53,7 +54,7 @@ def test_every_op_runs_anywhere(name):
 @pytest.mark.parametrize("case", all_cases())
 def test_a_refusal_names_the_platform_and_who_can(case: Case):
     """Whoever cannot serve a workload says so before anything runs, and is never replaced."""
-    call = as_shapes(case.call)
+    call = case.shapes()
     device = device_of(jax.tree.leaves(call.inputs))
     able, _ = call.op.serving("forward", call.inputs, call.spec, device, call.platform)
     if able:
@@ -61,3 +62,10 @@ def test_a_refusal_names_the_platform_and_who_can(case: Case):
     arguments = case.workload.build()
     with pytest.raises(UnsupportedError, match=f"platform='{call.platform}' cannot serve"):
         function_of(case.op.name)(**arguments, platform=call.platform)
+
+
+def test_the_shapes_of_a_call_are_found_without_moving_data(monkeypatch):
+    """On an accelerator moving data converts it to NumPy, which a trace forbids."""
+    monkeypatch.setattr(cases, "moved", lambda tree: pytest.fail("data was moved"))
+    case = all_cases()[0].values[0]
+    assert case.shapes().inputs.query.shape == case.workload.build()["query"].shape

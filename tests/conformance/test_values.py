@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from conformance.cases import all_cases, refuses, served, workloads_of
 from conformance.oracle import assert_as_good_as_rounding, assert_same
+from evidence import proves
 
 from ejkernel.cli.oracle import GRADIENT_FLOOR, VALUE_FLOOR, with_gradients
 from ejkernel.ops import executor
@@ -23,6 +24,7 @@ def check(case, dtype, cfg=None):
     if refuses(case, call, "backward"):
         assert_as_good_as_rounding(case, dtype, "values", run(call.inputs))
         return
+    proves(case.op.name, case.source, "backward")
     outputs, gradients = with_gradients(run)(call.inputs)
     assert_as_good_as_rounding(case, dtype, "values", outputs)
     assert_as_good_as_rounding(case, dtype, "gradients", gradients)
@@ -34,16 +36,16 @@ def check(case, dtype, cfg=None):
         assert gradient.dtype == x.dtype
 
 
-@pytest.mark.parametrize("case", all_cases(thorough=False, distinct=True, interpreted=False))
+@pytest.mark.parametrize("case", all_cases("core", "core", "none", borrowed="fullest"))
 def test_value_and_gradient_are_those_of_the_reference(case):
     check(case, jnp.float32)
 
 
 def in_half_precision():
-    """In both kinds where most users are; elsewhere float16, which rounds less, is slow."""
-    for case in all_cases(thorough=False, distinct=True):
+    """Of float16, which rounds less than bfloat16, only that of flash attention is quick."""
+    for case in all_cases("fullest", "core", "fullest", borrowed="none"):
         for dtype in (jnp.bfloat16, jnp.float16):
-            quick = dtype == jnp.bfloat16 or "flash_attention" in case.id
+            quick = dtype == jnp.bfloat16 or case.id.startswith("flash_attention")
             marks = [*case.marks, *([] if quick else [pytest.mark.slow])]
             yield pytest.param(*case.values, dtype, id=f"{case.id}-{dtype.__name__}", marks=marks)
 
@@ -53,7 +55,7 @@ def test_half_precision_is_as_good_as_rounding(case, dtype):
     check(case, dtype)
 
 
-@pytest.mark.parametrize("case", all_cases(thorough=False, distinct=True, interpreted=False))
+@pytest.mark.parametrize("case", all_cases("core", "core", "none", borrowed="none"))
 def test_the_value_under_differentiation_is_the_plain_value(case):
     call = case.call()
     served(case, call, "forward", "backward")
@@ -61,14 +63,14 @@ def test_the_value_under_differentiation_is_the_plain_value(case):
     assert_same(with_gradients(run)(call.inputs)[0], run(call.inputs), VALUE_FLOOR, "value")
 
 
-@pytest.mark.parametrize("case", all_cases(distinct=True, interpreted=False))
+@pytest.mark.parametrize("case", all_cases("core", "all", "none", borrowed="none"))
 def test_in_small_blocks_too(case):
     """Every workload in blocks so small that it has several of them."""
     for cfg in workloads_of(case.op.name).CONFIGS or (None,):
         check(case, jnp.float32, cfg)
 
 
-@pytest.mark.parametrize("case", all_cases(thorough=False, distinct=True))
+@pytest.mark.parametrize("case", all_cases("fullest", "core", "fullest", borrowed="none"))
 def test_every_candidate_configuration_agrees(case):
     """The tuner may choose any of them, so each must be right: forward, then backward."""
     call = case.call()

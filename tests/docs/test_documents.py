@@ -3,8 +3,6 @@
 import ast
 import inspect
 import re
-import subprocess
-import sys
 
 import jax.numpy as jnp
 import pytest
@@ -143,10 +141,3 @@ class TestTheRunnerItself:
         blocks = self._blocks(tmp_path, "# A\n```python\nx = 1\n```\n")
         with pytest.raises(LookupError, match="'gone'"):
             documents.run(blocks, preludes={"gone": "pass"})
-
-
-def test_the_tables_of_the_readme_are_up_to_date():
-    """Its figures are the measured ones, its operations those that exist."""
-    script = documents.ROOT / "benchmarks" / "tables.py"
-    done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, ""), "write them again: make tables"

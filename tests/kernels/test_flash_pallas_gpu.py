@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from evidence import proves
 from kernels import flash_gpu_programs as programs
 from kernels.flash_gpu_programs import H200
 
 from ejkernel import settings
 from ejkernel.kernels.common import mosaic_gpu
-from ejkernel.kernels.flash_attention import pallas_gpu, pallas_gpu_walk, reference
+from ejkernel.kernels.flash_attention import OP, pallas_gpu, pallas_gpu_walk, reference
 from ejkernel.kernels.flash_attention.inputs import Dropout, Inputs, Spec
 from ejkernel.kernels.flash_attention.pallas_gpu_backward_kernel import (
     OF_KEYS,
@@ -40,6 +41,8 @@ from ejkernel.types.rules import (
     Segments,
     TokenTypes,
 )
+
+SOURCE = next(x for x in OP.sources if (x.platform, x.backend) == ("pallas", "gpu"))
 
 
 def _ids(*lengths):
@@ -273,6 +276,8 @@ needs_assembler = pytest.mark.skipif(
 
 
 def _check_assembly(names):
+    directions = {"forward" if name.startswith("forward-") else "backward" for name in names}
+    proves(OP.name, SOURCE, *sorted(directions), compiled_for="sm_90")
     reports = gpu_compile.compile_all("kernels.flash_gpu_programs", names)
     # Of two programs with the same kernel, only the first has it assembled.
     assert reports[names[0]].kernels >= 1
@@ -345,6 +350,7 @@ def _draw(inputs: Inputs, seed: int = 0) -> Inputs:
 
 def _check(inputs: Inputs, spec: Spec, params=None, runs: int = 1) -> None:
     """The forward pass is as near the definition as rounding to the dtype allows."""
+    proves(OP.name, SOURCE, "forward")
     exact, rounded = (reference.forward(_wide(inputs), spec, x) for x in (_same, _rounding(inputs)))
     run = jax.jit(lambda x: pallas_gpu.forward(x, spec, params)[0])
     _compare([run(inputs) for _ in range(runs)], exact, rounded)
@@ -352,6 +358,7 @@ def _check(inputs: Inputs, spec: Spec, params=None, runs: int = 1) -> None:
 
 def _check_backward(inputs: Inputs, spec: Spec, params=None, runs: int = 1) -> None:
     """The same of the backward pass, given what a forward pass in the dtype hands over."""
+    proves(OP.name, SOURCE, "backward")
     wide = _wide(inputs)
     names = [name for name in inputs._fields[:5] if getattr(inputs, name) is not None]
     draw = lambda x: jnp.asarray(np.random.default_rng(1).standard_normal(x.shape), x.dtype)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from conformance.cases import Case
 from conformance.oracle import assert_as_good_as_rounding
+from evidence import proves
 from kernels.triton_testing import H200, SHARED, compiled, lowered, marked, needs_triton
 
 from ejkernel.cli.oracle import with_gradients
@@ -51,6 +52,7 @@ SMALL = FlashAttentionConfig(
 def check(workload, dtype, cfg):
     case = Case(OP, SOURCE, workload)
     call = case.call(dtype)
+    proves(OP.name, SOURCE, "forward", "backward")
     run = lambda inputs: executor.run(OP, inputs, call.spec, Request(cfg=cfg))
     outputs, gradients = with_gradients(run)(call.inputs)
     assert outputs.out.dtype == dtype
@@ -342,6 +344,7 @@ def test_on_a_cpu_it_is_refused_in_words():
 @needs_triton
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_first_choices_compile_without_local_memory(capability):
+    proves(OP.name, SOURCE, "forward", "backward", compiled_for=f"sm_{capability}")
     kernels = compiled("triton_compile.py", capability, "causal_128_2048", guess=True)
     assert {kernel["kernel"] for kernel in kernels} == {"attend", "d_keys", "d_queries"}
     assert capability != 90 or all(kernel["wgmma"] for kernel in kernels)

@@ -10,16 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from evidence import proves
 from kernels import grouped_matmul_gpu_programs as programs
 from kernels.grouped_matmul_gpu_programs import H200
 
 from ejkernel import settings
 from ejkernel.kernels.common import mosaic_gpu
-from ejkernel.kernels.grouped_matmul import pallas_gpu, pallas_gpu_plan, reference
+from ejkernel.kernels.grouped_matmul import OP, pallas_gpu, pallas_gpu_plan, reference
 from ejkernel.kernels.grouped_matmul.config import GroupedMatmulConfig
 from ejkernel.kernels.grouped_matmul.inputs import Inputs, Outputs, Spec
 from ejkernel.ops.platform import Platform
 
+SOURCE = next(x for x in OP.sources if (x.platform, x.backend) == ("pallas", "gpu"))
 SIZES = {
     "uneven": [130, 0, 1, 64, 63, 128, 200, 17],
     "none": [0, 0, 0],
@@ -148,6 +150,8 @@ needs_assembler = pytest.mark.skipif(
 
 
 def _check_assembly(names):
+    directions = sorted({name.partition("-")[0] for name in names})
+    proves(OP.name, SOURCE, *directions, compiled_for="sm_90")
     reports = gpu_compile.compile_all("kernels.grouped_matmul_gpu_programs", names)
     # Of two programs with the same kernel, only the first has it assembled.
     assert reports[names[0]].kernels >= 1
@@ -217,7 +221,9 @@ def _check(inputs: Inputs, spec: Spec, params=None, runs: int = 1) -> None:
     d_out = jnp.where(used[:, None], d_out, jnp.nan).astype(inputs.inputs.dtype)
     forward = jax.jit(lambda x: pallas_gpu.forward(x, spec, params)[0].out)
     results = [[forward(inputs)] for _ in range(runs)]
+    proves(OP.name, SOURCE, "forward")
     if spec.preferred_element_type is None:
+        proves(OP.name, SOURCE, "backward")
         backward = jax.jit(lambda x, d: pallas_gpu.backward(x, (), Outputs(d), spec, params)[:2])
         results = [[*one, *backward(inputs, d_out)] for one in results]
     for got, truth, coarse in zip(results[0], exact, rounded, strict=False):

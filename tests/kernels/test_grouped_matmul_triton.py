@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from conformance.cases import Case
 from conformance.oracle import assert_as_good_as_rounding
+from evidence import proves
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -35,6 +36,7 @@ SMALL = GroupedMatmulConfig(platform="triton", block_m=16, block_n=16, block_k=1
 def check(workload, dtype, cfg):
     case = Case(OP, SOURCE, workload)
     call = case.call(dtype)
+    proves(OP.name, SOURCE, "forward", "backward")
     run = lambda inputs: executor.run(OP, inputs, call.spec, Request(cfg=cfg))
     outputs, gradients = with_gradients(run)(call.inputs)
     assert outputs.out.dtype == call.spec.output_dtype(call.inputs)
@@ -201,6 +203,7 @@ CALLS = [
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_first_choices_compile_without_local_memory(capability):
     calls = ("half_sizes_4096_4096_14336", "half_ids_64_2048_1408_t")
+    proves(OP.name, SOURCE, "forward", "backward", compiled_for=f"sm_{capability}")
     kernels = compiled("grouped_matmul_compile.py", capability, *calls, guess=True)
     assert {kernel["kernel"] for kernel in kernels} == {"multiply", "sum_rows"}
     assert capability != 90 or all(k["wgmma"] for k in kernels if k["call"] == calls[0])

@@ -4,11 +4,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from evidence import proves
 from kernels.triton_testing import SHARED, compiled, lowered, needs_triton
 
 from ejkernel.modules import ragged_page_attention_v3, ragged_page_attention_v3_update
+from ejkernel.ops import kernel_registry
+from ejkernel.ops.platform import Platform
 
 MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}
+
+
+def forward_is_proven(*operations, compiled_for=None):
+    """The running test proves the forward pass of these operations in Triton."""
+    for name in operations:
+        sources = kernel_registry.op(name).sources
+        source = next(source for source in sources if source.platform is Platform.TRITON)
+        proves(name, source, "forward", compiled_for=compiled_for)
 
 
 def assert_fits(capability, *calls, guess=False):
@@ -34,6 +45,8 @@ def test_first_choices_compile_without_local_memory(capability):
         "mixed_128_64_bfloat16_all",
         "decode_64_16_e4m3_update",
     )
+    operations = ("ragged_page_attention_v3", "ragged_page_attention_v3_update")
+    forward_is_proven(*operations, compiled_for=f"sm_{capability}")
     kernels = assert_fits(capability, *calls, guess=True)
     assert "write" in {kernel["kernel"] for kernel in kernels}
     rows = [k for k in kernels if k["kernel"] == "attend" and k["rows"] > 16]
@@ -104,6 +117,7 @@ def largest(a, b=0.0):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8])
 def test_on_the_card_it_is_as_good_as_plain_attention(dtype):
+    forward_is_proven("ragged_page_attention_v3")
     query, (keys, values, scales) = draw(0, TOKENS, HEADS, DIM), cache(dtype)
 
     def run(query, keys, values, platform):
@@ -124,6 +138,7 @@ def test_on_the_card_it_is_as_good_as_plain_attention(dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8])
 def test_on_the_card_the_cache_is_written_to_the_bit(dtype):
+    forward_is_proven("ragged_page_attention_v3_update")
     query, (keys, values, scales) = draw(0, TOKENS, HEADS, DIM), cache(dtype)
     new = draw(3, TOKENS, KV_HEADS, DIM), draw(4, TOKENS, KV_HEADS, DIM)
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from conformance.cases import Case
 from conformance.oracle import assert_as_good_as_rounding, assert_same
+from evidence import proves
 from hypothesis import given
 from hypothesis import strategies as st
 from kernels.triton_testing import H200, needs_triton
@@ -52,6 +53,7 @@ def cases(*quick):
 def check(case, dtype):
     call = case.call(dtype)
     request = Request(platform="triton")
+    proves(case.op.name, case.source, "forward")
     run = jax.jit(lambda inputs: executor.run(case.op, inputs, call.spec, request))
     assert_as_good_as_rounding(case, dtype, "values", run(call.inputs))
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from conformance.cases import all_cases
+from evidence import proves
 
 from ejkernel.cli.oracle import with_gradients
 from ejkernel.modules import flash_attention, grouped_matmul
@@ -18,11 +19,11 @@ def of_tpus(cases):
     return [x for x in cases if x.values[0].source.backend == "tpu"]
 
 
-# Those of an op that the code of another serves are slow ones: the other's stand for them.
-CASES = of_tpus(all_cases(distinct=True))
+# An op that runs the code of another is covered by the other's workloads: its own are slow.
+CASES = of_tpus(all_cases(borrowed="none"))
 CORE = [
     x
-    for x in of_tpus(all_cases(thorough=False, distinct=True))
+    for x in of_tpus(all_cases(tpu="fullest", borrowed="none"))
     if "core" in x.values[0].workload.tags
 ]
 
@@ -32,8 +33,10 @@ def compiles(generation, case, dtype):
     call = case.call(dtype)
     run = lambda x: executor.run(call.op, x, call.spec, Request(platform="pallas"))
     backward = case.source.load().backward
+    proves(case.op.name, case.source, "forward", compiled_for=generation)
     if backward is None or backward.refusal(call.inputs, call.spec, device(generation)):
         return kernels_in(compiled(generation, run, call.inputs)) >= 1
+    proves(case.op.name, case.source, "backward", compiled_for=generation)
     return kernels_in(compiled(generation, with_gradients(run), call.inputs)) >= 2
 
 
