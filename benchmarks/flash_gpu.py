@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import importlib.metadata
 import importlib.util
 import json
 import time
@@ -30,6 +29,7 @@ from filelock import FileLock
 from flash_cases import CASES, CAUSAL, TILE, Case, pairs, tiles
 from programs import Programs, by_workers, in_turns, seconds_of, within
 
+from ejkernel.cli.provenance import provenance
 from ejkernel.kernels.flash_attention import OP, reference
 from ejkernel.kernels.flash_attention.api import flash_attention
 from ejkernel.kernels.flash_attention.inputs import Inputs
@@ -287,13 +287,7 @@ def main() -> None:
     names = chosen.cases.split(",")
     begin = time.monotonic()
     report: dict[str, Any] = {
-        "device": jax.devices()[0].device_kind,
-        "versions": {
-            name: importlib.metadata.version(name)
-            for name in ("ejkernel", "jax", "jaxlib", "triton", "jax-triton", "torch", "tokamax")
-            if importlib.util.find_spec(name.replace("-", "_")) is not None
-            and name in {x.metadata["Name"].lower() for x in importlib.metadata.distributions()}
-        },
+        **provenance(),
         "cases": {},
         "host": {},
     }

@@ -14,7 +14,6 @@ busy for a second runs slower than one that has not, so that all who take part a
 import argparse
 import dataclasses
 import functools
-import importlib.metadata
 import json
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from programs import in_turns, seconds_of, torch_seconds_of
 
+from ejkernel.cli.provenance import provenance
 from ejkernel.modules import grouped_matmul
 from ejkernel.ops import default_executor, policy_override
 
@@ -228,11 +228,7 @@ def main() -> None:
         [name for name in x.split(",") if name]
         for x in (chosen.platforms, chosen.peers, chosen.passes)
     )
-    report: dict[str, Any] = {
-        "device": jax.devices()[0].device_kind,
-        "versions": _versions(),
-        "cases": {},
-    }
+    report: dict[str, Any] = {**provenance(), "cases": {}}
     for case in (x for x in CASES if x.name in chosen.cases.split(",")):
         wanted = [x for x in passes if x in (case.bars if chosen.bars else case.passes)]
         arrays = case.arrays() if wanted else ()
@@ -252,19 +248,6 @@ def main() -> None:
             if chosen.json:
                 with open(chosen.json, "w") as file:
                     json.dump(report, file, indent=2)
-
-
-def _versions() -> dict[str, str]:
-    names = ("ejkernel", "jax", "jaxlib", "triton", "jax-triton", "torch")
-    return {name: importlib.metadata.version(name) for name in names if _installed(name)}
-
-
-def _installed(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 if __name__ == "__main__":

@@ -14,8 +14,6 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import importlib.metadata
-import importlib.util
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +25,7 @@ import numpy as np
 from filelock import FileLock
 from programs import by_workers, seconds_of
 
+from ejkernel.cli.provenance import PROVENANCE, provenance
 from ejkernel.kernels.ragged_page_attention_v3 import triton_gpu
 from ejkernel.modules import flash_attention, ragged_page_attention_v3
 from ejkernel.ops import default_executor
@@ -301,6 +300,13 @@ def work(
     return results
 
 
+def keep(path: str | None, source: dict[str, Any], results: dict[str, Any]) -> None:
+    """Write what was measured so far."""
+    if path:
+        report = {**source, "cases": results, "summary": summary(results)}
+        Path(path).write_text(json.dumps(report, indent=2) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Attention over pages on a GPU.")
     parser.add_argument("--cases", default=",".join(["flash", *(case.name for case in CASES)]))
@@ -311,25 +317,16 @@ def main() -> None:
     parser.add_argument("--lock", help=argparse.SUPPRESS)  # held by the worker on the device
     chosen = parser.parse_args()
     names = chosen.cases.split(",")
-    versions = {
-        name: importlib.metadata.version(name)
-        for name in ("jax", "jaxlib", "triton", "jax-triton")
-        if importlib.util.find_spec(name.replace("-", "_")) is not None
-    }
-
-    def keep(results: dict[str, Any]) -> None:
-        if chosen.json:
-            report = {"versions": versions, "cases": results, "summary": summary(results)}
-            Path(chosen.json).write_text(json.dumps(report, indent=2))
-
     results: dict[str, Any] = {}
     if chosen.workers > 1:
         for found in by_workers(__file__, names, chosen):
+            # This process leaves the device to its workers, and takes their word for what it is.
+            source = {name: found[name] for name in PROVENANCE}
             results |= found["cases"]
-            keep(results)
+            keep(chosen.json, source, results)
     else:
         lock = FileLock(chosen.lock) if chosen.lock else contextlib.nullcontext()
-        results = work(chosen, names, lock, keep)
+        results = work(chosen, names, lock, functools.partial(keep, chosen.json, provenance()))
     for name, value in summary(results).items():
         print(f"{name}: {value:.3f}")
 

@@ -12,7 +12,6 @@ needs. `make test-tpu` installs libtpu.
 """
 
 import argparse
-import importlib.metadata
 import json
 import os
 import subprocess
@@ -97,96 +96,103 @@ def costs(schedule: Any, part: Any) -> dict[str, float]:
 
 
 def figures(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What is promised: each a ratio of ours to the best peer."""
+    """The figures that have a target: each a ratio of ours to the best peer."""
     found = []
+    traffic = "vector loads and stores"
     for generation in dict.fromkeys(row["generation"] for row in rows):
         here = [row for row in rows if row["generation"] == generation]
         full, bound = ("flash_512x512", "full"), _BOUNDS.get(generation, 1.0)
         moves = lambda row: row["loads"] + row["stores"]
         bundles = lambda row: row["bundles"]
         for name, what, which, value, limit in (
-            ("flash", "flash forward, full tile, bundles", [full], bundles, bound),
+            ("flash", "flash forward, full tile of 512 x 512: bundles", [full], bundles, bound),
             (
                 "flash_best",
-                "the same, each at its best blocks",
+                "flash forward, full tile, each kernel at its best block sizes: bundles",
                 [full, ("flash_512x1024", "full"), ("flash_1024x1024", "full")],
                 bundles,
                 1.0,
             ),
-            ("flash_moves", "the same, vector loads and stores", [full], moves, 1.0),
+            (
+                "flash_moves",
+                f"flash forward, full tile of 512 x 512: {traffic}",
+                [full],
+                moves,
+                1.0,
+            ),
             (
                 "flash_default_moves",
-                "flash forward, full tile of 1024 x 1024, the default, vector loads and stores",
+                f"flash forward, full tile of 1024 x 1024 (the default): {traffic}",
                 [("flash_1024x1024", "full")],
                 moves,
                 1.0,
             ),
             (
                 "flash_partial",
-                "flash forward, causal tile, bundles",
+                "flash forward, causal tile: bundles",
                 [("flash_causal", "partial")],
                 bundles,
                 1.0,
             ),
             (
                 "flash_backward",
-                "flash backward, full tile, bundles",
+                "flash backward, full tile: bundles",
                 [("flash_backward", "full")],
                 bundles,
                 1.1,
             ),
             (
                 "flash_backward_moves",
-                "the same, vector loads and stores",
+                f"flash backward, full tile: {traffic}",
                 [("flash_backward", "full")],
                 moves,
                 1.0,
             ),
             (
                 "grouped",
-                "grouped matmul, 512 deep, bundles",
+                "grouped matmul, k = 512: bundles",
                 [("grouped_512", "full")],
                 bundles,
                 1.0,
             ),
             (
                 "grouped_deep",
-                "grouped matmul, 4096 deep, bundles",
+                "grouped matmul, k = 4096: bundles",
                 [("grouped_4096", "full")],
                 bundles,
                 1.0,
             ),
             (
                 "grouped_moves",
-                "the same, vector loads and stores",
+                f"grouped matmul, k = 4096: {traffic}",
                 [("grouped_4096", "full")],
                 moves,
                 1.0,
             ),
             (
                 "grouped_gradient",
-                "grouped matmul, gradient of a weight, bundles",
+                "grouped matmul, gradient of the weights: bundles",
                 [("grouped_gradient", "full")],
                 bundles,
                 1.0,
             ),
             (
                 "pages",
-                "decoding over pages, bundles for each MiB of keys and values",
+                "paged decode: bundles per MiB of keys and values",
                 [("pages", "block")],
                 bundles,
                 0.75,
             ),
             (
                 "pages_combined",
-                "the same, keys and values in one array",
+                "paged decode, keys and values in one array: bundles per MiB",
                 [("pages_combined", "block")],
                 bundles,
                 0.75,
             ),
             (
                 "pages_moves",
-                "the same, vector loads and stores",
+                f"paged decode, keys and values in one array: {traffic}",
                 [("pages_combined", "block")],
                 moves,
                 1.0,
@@ -201,7 +207,7 @@ def figures(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 found.append(
                     {
                         "name": f"{generation}_{name}",
-                        "what": f"{generation}: {what}, against the best peer",
+                        "what": f"{generation}: {what}, relative to the best peer",
                         "value": ratio,
                         "unit": "x",
                         "better": "lower",
@@ -214,16 +220,14 @@ def figures(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def keep(path: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Write the rows to a file, with those that it has of others; all figures that they give."""
-    from ejkernel.cli.bench import commit
+    from ejkernel.cli.provenance import provenance
 
     which = lambda row: tuple(row[x] for x in ("workload", "part", "kernel", "generation"))
     known = json.loads(path.read_text())["schedules"] if path.exists() else []
     merged = list({which(row): row for row in (*known, *rows)}.values())
     judged = figures(merged)
     result = {
-        "device": "TPUs that are not here, by the schedules of their compiler",
-        "versions": {x: importlib.metadata.version(x) for x in ("ejkernel", "jax", "libtpu")},
-        "commit": commit(),
+        **provenance("no TPU: static schedules of libtpu, the compiler for TPUs"),
         "figures": judged,
         "schedules": merged,
     }

@@ -9,7 +9,6 @@ script can be stopped and started. `make test-tpu` installs libtpu and compiles 
 """
 
 import argparse
-import importlib.metadata
 import json
 import sys
 import time
@@ -57,13 +56,11 @@ def known(path: Path) -> dict[str, dict[int, dict[str, Any]]]:
 
 def keep(path: Path, found: dict[str, dict[int, dict[str, Any]]]) -> None:
     """Write all that was found, a line for each call."""
-    from ejkernel.cli.bench import commit
+    from ejkernel.cli.provenance import provenance
 
     kernels = {name: [rows[x] for x in sorted(rows)] for name, rows in sorted(found.items())}
     result = {
-        "device": "TPUs that are not here, by their compiler",
-        "versions": {x: importlib.metadata.version(x) for x in ("ejkernel", "jax", "libtpu")},
-        "commit": commit(),
+        **provenance("no TPU: compiled ahead of time by libtpu, the compiler for TPUs"),
         "figures": [_figure(name, rows) for name, rows in kernels.items()],
     }
     lines = json.dumps(result, indent=1)[:-2] + ',\n "kernels": {'
@@ -75,11 +72,11 @@ def keep(path: Path, found: dict[str, dict[int, dict[str, Any]]]) -> None:
 
 def _figure(kernel: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     failed, refused = (sum(what in x for x in rows) for what in ("failed", "refused"))
-    besides = f" ({refused} are refused in words)" if refused else ""
+    besides = f" ({refused} raised UnsupportedError before compilation)" if refused else ""
     return {
         "name": f"{kernel}_shapes",
-        "what": f"`{kernel}`: of {len(rows)} random calls, those that do not compile on default"
-        f" blocks{besides}",
+        "what": f"`{kernel}`: calls out of {len(rows)} random ones that fail to compile with "
+        f"default block sizes{besides}",
         "value": failed,
         "unit": "calls",
         "better": "lower",

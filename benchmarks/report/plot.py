@@ -1,0 +1,120 @@
+"""Bar charts as SVG, written by hand so that the same results give the same bytes."""
+
+import dataclasses
+from html import escape
+from typing import Literal
+
+from benchmarks.report import limits
+from benchmarks.report.speed import Comparison
+
+Theme = Literal["light", "dark"]
+THEMES: tuple[Theme, ...] = ("light", "dark")
+
+_WIDTH, _LABELS, _RIGHT = 800, 338, 56
+_TOP, _ROW, _BAR, _BOTTOM = 62, 46, 15, 34
+_LONGEST_LABEL = 110
+_STEP = 200  # TFLOP/s between grid lines
+_FONT = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Colours:
+    text: str
+    muted: str
+    grid: str
+    ours: str
+    peer: str
+    on_peer: str
+    limit: str
+
+
+_COLOURS: dict[Theme, _Colours] = {
+    "light": _Colours("#1f2328", "#59636e", "#d1d9e0", "#0969da", "#b6bfc8", "#1f2328", "#cf222e"),
+    "dark": _Colours("#f0f6fc", "#9198a1", "#3d444d", "#316dca", "#5a626c", "#ffffff", "#f85149"),
+}
+
+
+def _text(x: float, y: float, words: str, colour: str, size: int = 12, **attributes: str) -> str:
+    extra = "".join(f' {name.replace("_", "-")}="{value}"' for name, value in attributes.items())
+    place = f'x="{x:.1f}" y="{y:.1f}" fill="{colour}" font-size="{size}"'
+    return f"<text {place}{extra}>{escape(words)}</text>"
+
+
+def _bar(x: float, y: float, width: float, colour: str) -> str:
+    return f'<rect x="{x:g}" y="{y:g}" width="{width:.1f}" height="{_BAR}" rx="2" fill="{colour}"/>'
+
+
+def _scale(rate: float) -> float:
+    """TFLOP/s to pixels."""
+    return rate * (_WIDTH - _LABELS - _RIGHT) / limits.H200_TFLOPS
+
+
+def _grid(colours: _Colours, bottom: float) -> list[str]:
+    """Grid lines, and the limit of the hardware."""
+    lines = []
+    for rate in range(0, int(limits.H200_TFLOPS), _STEP):
+        x = _LABELS + _scale(rate)
+        lines.append(f'<path d="M{x:.1f} {_TOP - 8}V{bottom:g}" stroke="{colours.grid}"/>')
+        lines.append(_text(x, bottom + 16, f"{rate}", colours.muted, 11, text_anchor="middle"))
+    x = _LABELS + _scale(limits.H200_TFLOPS)
+    lines.append(
+        f'<path d="M{x:.1f} {_TOP - 8}V{bottom:g}" stroke="{colours.limit}" '
+        'stroke-width="1.5" stroke-dasharray="4 3"/>'
+    )
+    limit = f"dense matmul {limits.H200_TFLOPS:.0f}"
+    lines.append(_text(x, bottom + 16, limit, colours.limit, 11, text_anchor="middle"))
+    return lines
+
+
+def _labelled(y: float, rate: float, words: str, bar: str, inside: str, outside: str) -> list[str]:
+    """A bar with its label at its end: inside, or behind a bar that is too short for it."""
+    width = _scale(rate)
+    long = width > _LONGEST_LABEL
+    x, anchor = (_LABELS + width - 6, "end") if long else (_LABELS + width + 6, "start")
+    colour = inside if long else outside
+    label = _text(x, y + _BAR - 3.5, words, colour, 11, text_anchor=anchor, font_weight="600")
+    return [_bar(_LABELS, y, width, bar), label]
+
+
+def _row(one: Comparison, y: float, colours: _Colours) -> list[str]:
+    """One call: its label, our bar, the bar of the best peer."""
+    ratio = "" if one.ratio is None else f" · {one.ratio:.2f}x"
+    lines = [
+        _text(0, y + 12, f"{one.operation}, {one.what}", colours.text, 13, font_weight="600"),
+        _text(0, y + 28, one.call, colours.muted, 11),
+        *_labelled(y, one.ours, f"{one.ours:.0f}{ratio}", colours.ours, "#ffffff", colours.text),
+    ]
+    if one.theirs is not None:
+        words = f"{one.theirs:.0f} · {one.peer}"
+        below = y + _BAR + 2
+        lines += _labelled(below, one.theirs, words, colours.peer, colours.on_peer, colours.text)
+    return lines
+
+
+def chart(title: str, rows: list[Comparison], theme: Theme) -> str:
+    """A chart of TFLOP/s, ours against the best peer of every call."""
+    colours = _COLOURS[theme]
+    bottom = _TOP + _ROW * len(rows)
+    height = bottom + _BOTTOM
+    body = [
+        _text(0, 18, title, colours.text, 16, font_weight="600"),
+        _bar(0, 30, 14, colours.ours),
+        _text(20, 42, "ours", colours.text, 12),
+        _bar(64, 30, 14, colours.peer),
+        _text(84, 42, "best peer", colours.text, 12),
+        _text(_WIDTH, 42, "TFLOP/s, longer is better", colours.muted, 12, text_anchor="end"),
+        *_grid(colours, bottom),
+    ]
+    for i, one in enumerate(rows):
+        body += _row(one, _TOP + _ROW * i, colours)
+    said = "; ".join(f"{one.operation} {one.what}, {one.call}: {one.ours:.0f}" for one in rows)
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-8 0 {_WIDTH + 16} {height}" '
+            f'width="{_WIDTH + 16}" height="{height}" role="img" font-family="{_FONT}">',
+            f"<title>{escape(title)}</title>",
+            f"<desc>{escape(said)}</desc>",
+            *body,
+            "</svg>\n",
+        ]
+    )
