@@ -81,9 +81,7 @@ def verdict(rows: list[Row | Failure], seconds: float) -> str:
     if correct:
         forward = statistics.median(row.forward.speedup for row in correct)
         gradient = statistics.median(row.gradient.speedup for row in correct)
-        text += (
-            f"; median {_times(forward)} as fast as plain JAX, {_times(gradient)} with gradients"
-        )
+        text += f"; median {forward:.1f}x as fast as plain JAX, {gradient:.1f}x with gradients"
     return text
 
 

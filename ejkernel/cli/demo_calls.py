@@ -104,7 +104,7 @@ def _native_sparse_plain(query, key, value, block_indices):
 
 
 def _linear_arrays(tokens: int) -> Arrays:
-    return _attention_arrays(tokens, heads=4, kv_heads=4, head_dim=128)
+    return _attention_arrays(tokens, heads=2, kv_heads=2, head_dim=128)
 
 
 def _log_sigmoid(x: np.ndarray) -> np.ndarray:
@@ -112,7 +112,7 @@ def _log_sigmoid(x: np.ndarray) -> np.ndarray:
 
 
 def _gla_arrays(tokens: int) -> Arrays:
-    gate = _log_sigmoid(normal(1, tokens, 4, 128, seed=3) + 2.0)
+    gate = _log_sigmoid(normal(1, tokens, 2, 128, seed=3) + 2.0)
     return _linear_arrays(tokens) | {"gate": gate}
 
 
@@ -140,8 +140,8 @@ def _lightning_plain(query, key, value):
 
 def _recurrent_arrays(tokens: int) -> Arrays:
     """Decays that depend on the token and the head, as those of Mamba-2, and a state to go on."""
-    gate = _log_sigmoid(normal(1, tokens, 4, seed=3) + 2.0)
-    return _linear_arrays(tokens) | {"gate": gate, "state": normal(1, 4, 128, 128, seed=4)}
+    gate = _log_sigmoid(normal(1, tokens, 2, seed=3) + 2.0)
+    return _linear_arrays(tokens) | {"gate": gate, "state": normal(1, 2, 128, 128, seed=4)}
 
 
 def _recurrent(query, key, value, gate, state):
@@ -187,7 +187,7 @@ def _pooling_plain(x, attention_mask):
 
 _ATTENTION = "`jax.nn.dot_product_attention`"
 _SCAN = "a `jax.lax.scan` over the tokens"
-_HEADS, _LINEAR_HEADS = "4 heads of 64 on 2 key heads", "4 heads of 128"
+_HEADS, _LINEAR_HEADS = "4 heads of 64 on 2 key heads", "2 heads of 128"
 
 _BASELINES: dict[str, Baseline] = demo_paged.BASELINES | {
     "blocksparse_attention": Baseline(

@@ -20,7 +20,7 @@ from ejkernel.ops import default_executor, record_invocations
 from ejkernel.ops.implementation import Choice
 from ejkernel.ops.invocation import Invocation
 
-_TIMED_SECONDS = 0.5  # for each of forward and gradient, ours and plain JAX together
+_TIMED_SECONDS = 0.3  # for each of forward and gradient, ours and plain JAX together
 
 
 class Comparison(NamedTuple):

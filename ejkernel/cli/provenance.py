@@ -63,13 +63,16 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The commit of the source tree, marked if the sources were changed since.
+    """The commit of the source tree, marked if the sources were changed since; None without git.
 
-    Where the package does not run from a git checkout: the variable `SOURCE_COMMIT`, or None.
+    The variable `SOURCE_COMMIT` names it for a copy of the tree, which may have no history or
+    another one.
     """
+    if given := os.environ.get(COMMIT_VARIABLE):
+        return given
     # A virtual environment may lie inside another project's checkout.
     if git("rev-parse", "--show-toplevel") != str(ROOT):
-        return os.environ.get(COMMIT_VARIABLE) or None
+        return None
     name = git("rev-parse", "--short=12", "HEAD")
     if name is None:  # a repository without commits
         return None

@@ -165,7 +165,7 @@ class TestInATerminal:
         assert final[0].startswith("ejkernel ")  # nothing has scrolled away
         written = [text for text in final if text]
         assert written[-4].startswith("14 of 14 correct in ")
-        assert "5.00x as fast as plain JAX, 122x with gradients" in written[-4]
+        assert "5.0x as fast as plain JAX, 121.6x with gradients" in written[-4]
         assert written[-3].startswith("Next: ejkernel ")
         assert not terminal.emulator.cursor.hidden
 
@@ -276,7 +276,7 @@ class TestLines:
     def test_the_verdict_counts_only_what_is_correct(self):
         rows = [row(), row(deviation=Deviation(1.0, 0.1)), demo.Failure("gla_attention", "x")]
         assert demo.verdict(rows, 61.2) == (
-            "1 of 3 correct in 61 s; median 3.10x as fast as plain JAX, 4.20x with gradients"
+            "1 of 3 correct in 61 s; median 3.1x as fast as plain JAX, 4.2x with gradients"
         )
         assert demo.verdict(rows[1:], 1.0) == "0 of 2 correct in 1 s"
 

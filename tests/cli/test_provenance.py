@@ -22,6 +22,12 @@ def test_outside_a_checkout_the_commit_is_the_variable_or_unknown(repository, mo
     assert provenance.commit() == "0123456789ab"
 
 
+def test_the_variable_wins_over_the_history_of_a_copy(repository, monkeypatch):
+    repository["rev-parse"] = str(provenance.ROOT)
+    monkeypatch.setenv(provenance.COMMIT_VARIABLE, "0123456789ab")
+    assert provenance.commit() == "0123456789ab"
+
+
 def test_the_checkout_of_another_project_is_not_ours(monkeypatch):
     monkeypatch.setattr(provenance, "git", lambda *_: "/somewhere/else")
     monkeypatch.delenv(provenance.COMMIT_VARIABLE, raising=False)
