@@ -1,6 +1,8 @@
-"""A pytest plugin that ends a run by saying which tests were not selected, and how to run them."""
+"""Which tests are quick, and a pytest plugin that ends a run by saying what was not selected."""
 
+import re
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -12,7 +14,28 @@ _TIERS = {
     "slow": ("slow: all workloads, dtypes and candidates", "make test-all"),
     None: ("of NVIDIA kernels, interpreted and compiled", "make test-gpu"),
 }
+_ACCELERATORS = re.compile("triton|cuda|gpu|tpu")
 _deselected: Counter[str | None] = Counter()
+
+
+def quick(values: Iterable[Any], *chosen: Any) -> list[Any]:
+    """Values of a parameter, of which those that are not among the chosen are marked slow."""
+    values = list(values)
+    if missing := [x for x in chosen if x not in values]:
+        raise ValueError(f"no such values: {missing}")
+    return [x if x in chosen else pytest.param(x, marks=pytest.mark.slow) for x in values]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the tests of a file in one process: they compile the same small operations.
+
+    Kernels for accelerators are few files with long tests, which are better spread.
+    """
+    for item in items:
+        spread = _ACCELERATORS.search(item.path.stem) or item.get_closest_marker("xdist_group")
+        if not spread:
+            item.add_marker(pytest.mark.xdist_group(str(item.path)))
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from tiers import quick
 
 from ejkernel.modules import GroupedMatmul, GroupedMatmulConfig, grouped_matmul
 
@@ -256,7 +257,9 @@ def test_weights_may_be_mapped():
     close(got, np.stack([by_hand(X, one, IDS) for one in w]))
 
 
-@pytest.mark.parametrize("existing", [None, jnp.ones((ROWS, N))])
+@pytest.mark.parametrize(
+    "existing", [None, pytest.param(jnp.ones((ROWS, N)), marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     ("in_specs", "out_specs"),
     [
@@ -268,7 +271,7 @@ def test_weights_may_be_mapped():
         ((P(None, "dp"), P("ep", "dp"), None, None, P()), P()),
     ],
 )
-@pytest.mark.parametrize("form", ["ids", "sizes"])
+@pytest.mark.parametrize("form", quick(["ids", "sizes"], "ids"))
 def test_a_mesh_changes_nothing(form, in_specs, out_specs, existing):
     if form == "sizes" and len(in_specs) > 2:
         in_specs = (*in_specs[:2], P(), *in_specs[3:])

@@ -42,7 +42,8 @@ def attend(q=Q, k=K, v=V, **arguments):
 
 
 def close(a, b):
-    np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+    """Equal up to some float32 roundings of the largest number, as in the conformance suite."""
+    np.testing.assert_allclose(a, b, rtol=0, atol=32 * np.finfo(np.float32).eps * np.abs(b).max())
 
 
 def all_blocks(length, kv_heads=2, batch=2):
