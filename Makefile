@@ -18,14 +18,14 @@ stamp := $(VENV)/.installed
 pytest := $(bin)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadgroup -q
 on_cpu := JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1
 
-.PHONY: help demo test test-all test-tpu test-gpu test-nightly test-package lint format bench tables clean
+.PHONY: help demo test test-all test-rest test-tpu test-gpu test-nightly test-package lint format bench tables clean
 help:
 	@echo "make demo          run every operation on this machine: checked, timed, compared with plain JAX"
 	@echo "make test          the quick test suite, minutes"
 	@echo "make test-all      the whole CPU suite: all workloads, dtypes and candidate configurations"
 	@echo "make test-tpu      TPU kernels, interpreted and compiled by libtpu; needs no TPU"
 	@echo "make test-gpu      NVIDIA kernels, interpreted and compiled; needs no GPU"
-	@echo "make test-nightly  the slow tests of TPU and NVIDIA kernels, hours"
+	@echo "make test-nightly  transformations of all workloads, slow tests of TPU and NVIDIA kernels; hours"
 	@echo "make test-package  build a wheel from the sdist, install it alone, run its demo"
 	@echo "make lint          ruff and pyright (make format applies ruff's fixes)"
 	@echo "make bench         measure the CPU benchmarks (make tables only rewrites the generated tables)"
@@ -37,8 +37,14 @@ demo: $(stamp)-package
 test: $(stamp)-test
 	$(pytest) $(TESTS) -m "$(MARKS)" $(GPU_TESTS:%=--ignore-glob="%") $(ARGS)
 
-test-all: MARKS = not gpu and not tpu
+test-all: MARKS = not gpu and not tpu and not nightly
+test-all: export EXAMPLES = all
 test-all: test
+
+# What `make test` leaves to `make test-all`: slow tests, and all examples of property tests.
+test-rest: MARKS = (slow or hypothesis) and not gpu and not tpu and not nightly
+test-rest: export EXAMPLES = all
+test-rest: test
 
 test-tpu: $(stamp)-tpu
 	PYTHONPATH=$(VENV)/tpu $(on_cpu) $(pytest) tests -m "tpu and not slow" $(ARGS)
@@ -48,10 +54,14 @@ test-gpu: $(stamp)-gpu
 
 # Each part runs whatever became of the one before, and records what it proved.
 test-nightly: $(stamp)-tpu $(stamp)-gpu
+	failed=0; \
+	$(pytest) tests -m "nightly and not gpu and not tpu" \
+		--evidence $(EVIDENCE)/nightly_cpu.json $(ARGS) || failed=1; \
 	PYTHONPATH=$(VENV)/tpu $(on_cpu) $(pytest) tests -m "tpu and slow" \
-		--evidence $(EVIDENCE)/nightly_tpu.json $(ARGS); tpu=$$?; \
+		--evidence $(EVIDENCE)/nightly_tpu.json $(ARGS) || failed=1; \
 	PYTHONPATH=$(VENV)/cuda $(on_cpu) $(pytest) $(GPU_TESTS) -m "slow and not gpu and not tpu" \
-		--evidence $(EVIDENCE)/nightly_gpu.json $(ARGS) && exit $$tpu
+		--evidence $(EVIDENCE)/nightly_gpu.json $(ARGS) || failed=1; \
+	exit $$failed
 
 # What a user installs: from the sdist a wheel, from the wheel an environment of its own.
 test-package: | $(bin)/python

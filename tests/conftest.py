@@ -10,7 +10,12 @@ import pytest
 
 # Most of the processor time of the tests is compilation, and each program runs only a few times:
 # compile quickly. On CPU the older emitters take a third of the time; JAX 0.11 removed them.
-_flags = ["--xla_backend_optimization_level=0", "--xla_gpu_autotune_level=0"]
+_flags = [
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+    "--xla_cpu_parallel_codegen_split_count=1",
+    "--xla_gpu_autotune_level=0",
+]
 if jax.__version_info__ < (0, 11):
     _flags.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_flags])

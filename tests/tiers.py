@@ -1,16 +1,19 @@
 """Which tests are quick, and a pytest plugin that ends a run by saying what was not selected."""
 
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+import hypothesis
 import pytest
 
 # In this order: a slow test of a TPU kernel is counted as one of a TPU kernel.
 _TIERS = {
     "gpu": ("need an NVIDIA GPU", "pytest -m gpu, on a machine with one"),
     "tpu": ("of TPU kernels, interpreted and compiled", "make test-tpu"),
+    "nightly": ("nightly: all workloads under transformations", "make test-nightly"),
     "slow": ("slow: all workloads, dtypes and candidates", "make test-all"),
     None: ("of NVIDIA kernels, interpreted and compiled", "make test-gpu"),
 }
@@ -24,6 +27,13 @@ def quick(values: Iterable[Any], *chosen: Any) -> list[Any]:
     if missing := [x for x in chosen if x not in values]:
         raise ValueError(f"no such values: {missing}")
     return [x if x in chosen else pytest.param(x, marks=pytest.mark.slow) for x in values]
+
+
+def examples(count: int, **options: Any) -> hypothesis.settings:
+    """Settings of a property test: so many examples with `EXAMPLES=all`, else a quarter of them."""
+    if os.environ.get("EXAMPLES") != "all":
+        count = max(5, count // 4)
+    return hypothesis.settings(max_examples=count, deadline=None, **options)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.report import limits, matrix, plot, results, speed, targets
+from benchmarks.report import demo, limits, matrix, plot, results, speed, targets
 from ejkernel.cli.demo_calls import BASELINES
 
 README = results.ROOT / "README.md"
@@ -60,7 +60,7 @@ def _baselines() -> str:
 
 
 _SECTIONS: dict[Path, dict[str, Callable[[], str]]] = {
-    README: {"headlines": _headlines, "matrix": matrix.matrix},
+    README: {"headlines": _headlines, "matrix": matrix.matrix, "demo": demo.slower},
     BENCHMARKS: {
         "summary": targets.summary,
         "limits": lambda: limits.H200_IN_WORDS,
@@ -72,6 +72,7 @@ _SECTIONS: dict[Path, dict[str, Callable[[], str]]] = {
         "tpu-schedule": lambda: _figures("tpu_schedule"),
         "tpu-shapes": lambda: _figures("tpu_shapes"),
         "baselines": _baselines,
+        "demo": lambda: _measured("demo", demo.table),
         "evidence": lambda: f"{matrix.sources()}\n\n{matrix.details()}",
     },
 }

@@ -1,9 +1,11 @@
 """`ejkernel demo`: every operation on this machine, checked against plain JAX and timed."""
 
 import collections
+import json
 import statistics
 import time
-from typing import Annotated, NamedTuple
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,7 @@ from rich.table import Column
 from rich.text import Text
 
 from ejkernel import __version__
-from ejkernel.cli import demo_rows, subjects
+from ejkernel.cli import demo_rows, provenance, subjects
 from ejkernel.cli.demo_calls import BASELINES
 from ejkernel.cli.demo_rows import Comparison, Row
 from ejkernel.kernels import OPS
@@ -160,8 +162,11 @@ class Screen:
 
 def demo(
     op: Annotated[list[str] | None, typer.Option(help="An operation; all by default.")] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Also write the rows to this file.")
+    ] = None,
 ) -> None:
-    """Run every operation here: check its values and gradients, compare it with plain JAX."""
+    """Run every operation and compare it with plain JAX."""
     names = [subject.name for subject in subjects.chosen(op)]
     screen = Screen(Console(), len(names))
     began = time.perf_counter()
@@ -176,9 +181,32 @@ def demo(
         if not isinstance(stop, Exception):  # Ctrl-C
             screen.print(f"Interrupted after {len(rows)} of {len(names)} operations.")
         raise
-    _print_bottom(screen, rows, time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    _print_bottom(screen, rows, seconds)
+    if json_path is not None:
+        record = provenance.provenance() | {"seconds": seconds, "rows": _recorded(rows)}
+        json_path.write_text(json.dumps(record, indent=1) + "\n")
     if problems(rows):
         raise typer.Exit(1)
+
+
+def _recorded(rows: list[Row | Failure]) -> dict[str, dict[str, Any]]:
+    """What each operation measured, by name; a failure has its reason alone."""
+    return {
+        row.operation: {"failed": row.reason}
+        if isinstance(row, Failure)
+        else {
+            "platforms": row.platforms,
+            "error": row.deviation.error,
+            "allowed": row.deviation.allowed,
+            "seconds": row.forward.seconds,
+            "speedup": row.forward.speedup,
+            "gradient_seconds": row.gradient.seconds,
+            "gradient_speedup": row.gradient.speedup,
+            "memory": row.memory,
+        }
+        for row in rows
+    }
 
 
 def _measured(name: str, screen: Screen) -> Row | Failure:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import fcntl
 import itertools
+import json
 import os
 import pty
 import re
@@ -21,7 +22,7 @@ import pyte
 import pytest
 from typer.testing import CliRunner
 
-from ejkernel.cli import demo, demo_rows, measure, oracle
+from ejkernel.cli import demo, demo_rows, measure, oracle, provenance
 from ejkernel.cli.app import app
 from ejkernel.cli.demo_calls import BASELINES
 from ejkernel.cli.demo_rows import Comparison, Row
@@ -303,6 +304,24 @@ def test_an_operation_that_raises_costs_no_other(monkeypatch):
     assert "FAILED ValueError: too short by far" in result.output
     assert "\nmean_pooling: ValueError: too short by far\n" in result.output
     assert "1 of 2 correct" in result.output
+
+
+def test_the_rows_can_be_written_to_a_file(monkeypatch, tmp_path):
+    def some(name, baseline, report):
+        if name == "mean_pooling":
+            raise ValueError("too short")
+        return row(name)
+
+    monkeypatch.setattr(demo_rows, "measure_row", some)
+    path = tmp_path / "demo.json"
+    run("--op", "mean_pooling", "--op", "gla_attention", "--json", str(path))
+    written = json.loads(path.read_text())
+    assert written.keys() == {*provenance.PROVENANCE, "seconds", "rows"}
+    assert written["rows"]["mean_pooling"] == {"failed": "ValueError: too short"}
+    gla = written["rows"]["gla_attention"]
+    assert gla["speedup"] == pytest.approx(3.1)
+    assert gla["gradient_speedup"] == pytest.approx(4.2)
+    assert gla["error"] < gla["allowed"]
 
 
 def test_a_wrong_result_is_shown_and_fails(monkeypatch):

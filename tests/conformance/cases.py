@@ -78,14 +78,18 @@ def workloads_of(name: str) -> Any:
 
 
 def all_cases(
-    xla: Share = "all", gpu: Share = "all", tpu: Share = "all", borrowed: Share = "all"
+    xla: Share = "all",
+    gpu: Share = "all",
+    tpu: Share = "all",
+    borrowed: Share = "all",
+    daily: Share = "all",
 ) -> list[Any]:
     """Every case as a pytest parameter; those of other hardware carry its mark.
 
     `xla`, `gpu` and `tpu` say which workloads of an op the quick selection runs on these platforms,
-    `borrowed` which of an op whose implementation is another op's; the others are marked slow. TPU
-    kernels are interpreted where there is no TPU. The tests of a case run in one process, so that
-    what they compile in common is compiled once.
+    `borrowed` which of an op whose implementation is another op's; the others are marked slow, and
+    those that are not among the `daily` ones nightly. TPU kernels are interpreted where there is no
+    TPU. The tests of a case run in one process, so that they compile what they share once.
     """
     parameters = []
     for op, source, cases in _implementations():
@@ -94,11 +98,12 @@ def all_cases(
         if f".{op.name}." not in str(source.where):
             share = min(share, borrowed, key=SHARES.index)
         core = [case for case in cases if "core" in case.workload.tags]
-        quick = {"all": cases, "core": core, "fullest": core[-1:], "none": []}[share]
+        shares = {"all": cases, "core": core, "fullest": core[-1:], "none": []}
         for case in cases:
             marks = [pytest.mark.xdist_group(case.name)]
             marks += [getattr(pytest.mark, hardware)] if hardware in ("gpu", "tpu") else []
-            marks += [] if case in quick else [pytest.mark.slow]
+            marks += [] if case in shares[share] else [pytest.mark.slow]
+            marks += [] if case in shares[daily] else [pytest.mark.nightly]
             parameters.append(pytest.param(case, id=case.name, marks=marks))
     return parameters
 

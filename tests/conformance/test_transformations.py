@@ -12,12 +12,13 @@ from ejkernel.cli.oracle import GRADIENT_FLOOR, VALUE_FLOOR, with_gradients
 from ejkernel.ops import axes, executor
 from ejkernel.ops.executor import Request
 
-CASES = all_cases(xla="fullest", gpu="core", tpu="none", borrowed="none")
-# One rule batches every op: what is left unbatched matters most where there are most inputs.
-SOME_CASES = [
-    pytest.param(*x.values, id=x.id, marks=[*x.marks, *marks])
-    for x in CASES
-    for marks in [[] if x.id.startswith("flash_attention") else [pytest.mark.slow]]
+# All of them together for every workload, each alone for the core.
+CASES = all_cases(xla="fullest", gpu="core", tpu="none", borrowed="none", daily="core")
+CORE = [
+    pytest.param(case, id=x.id, marks=x.marks)
+    for x in all_cases(xla="none", gpu="core", tpu="none", borrowed="none")
+    for case in x.values
+    if "core" in case.workload.tags
 ]
 
 
@@ -32,6 +33,16 @@ def compiled(run):
 
 
 @pytest.mark.parametrize("case", CASES)
+def test_jit_vmap_and_remat_together_equal_a_loop(case):
+    calls = [case.call(seed=seed) for seed in (0, 1)]
+    served(case, calls[0], "forward", "backward")
+    run = runner(calls[0])
+    assert_equals_a_loop(
+        with_gradients(jax.checkpoint(run)), with_gradients(run), [call.inputs for call in calls]
+    )
+
+
+@pytest.mark.parametrize("case", CORE)
 def test_jit_and_remat_change_nothing(case):
     call = case.call()
     served(case, call, "forward", "backward")
@@ -43,22 +54,25 @@ def test_jit_and_remat_change_nothing(case):
         assert_same(gradients, eager[1], GRADIENT_FLOOR, "gradient")
 
 
-def assert_vmap_equals_a_loop(run, arguments):
+def assert_equals_a_loop(run, one, arguments):
+    """The batched `run` gives what `one` gives for each of the arguments."""
     outputs, gradients = jax.jit(jax.vmap(run))(jax.tree.map(lambda *x: jnp.stack(x), *arguments))
-    for i, one in enumerate(arguments):
-        output, gradient = jax.jit(run)(one)
+    one = jax.jit(one)
+    for i, argument in enumerate(arguments):
+        output, gradient = one(argument)
         assert_same([x[i] for x in jax.tree.leaves(outputs)], output, VALUE_FLOOR, "output")
         assert_same([x[i] for x in gradients], gradient, GRADIENT_FLOOR, "gradient")
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CORE)
 def test_vmap_equals_a_loop(case):
     calls = [case.call(seed=seed) for seed in (0, 1)]
     served(case, calls[0], "forward", "backward")
-    assert_vmap_equals_a_loop(with_gradients(runner(calls[0])), [call.inputs for call in calls])
+    run = with_gradients(runner(calls[0]))
+    assert_equals_a_loop(run, run, [call.inputs for call in calls])
 
 
-@pytest.mark.parametrize("case", SOME_CASES)
+@pytest.mark.parametrize("case", CORE)
 def test_vmap_over_the_query_alone_equals_a_loop(case):
     call, other = case.call(seed=0), case.call(seed=1)
     served(case, call, "forward", "backward")
@@ -67,7 +81,8 @@ def test_vmap_over_the_query_alone_equals_a_loop(case):
     def of_query(query):
         return with_gradients(runner(call))(call.inputs._replace(**{first: query}))
 
-    assert_vmap_equals_a_loop(of_query, [getattr(x.inputs, first) for x in (call, other)])
+    queries = [getattr(x.inputs, first) for x in (call, other)]
+    assert_equals_a_loop(of_query, of_query, queries)
 
 
 @pytest.mark.parametrize("case", CASES)

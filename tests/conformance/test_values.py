@@ -36,7 +36,7 @@ def check(case, dtype, cfg=None):
         assert gradient.dtype == x.dtype
 
 
-@pytest.mark.parametrize("case", all_cases("core", "core", "none", borrowed="fullest"))
+@pytest.mark.parametrize("case", all_cases("fullest", "core", "none", borrowed="fullest"))
 def test_value_and_gradient_are_those_of_the_reference(case):
     check(case, jnp.float32)
 
@@ -48,6 +48,7 @@ def in_half_precision():
             flash = case.id.startswith("flash_attention")
             quick = flash or (dtype == jnp.bfloat16 and "-xla-" not in case.id)
             marks = [*case.marks, *([] if quick else [pytest.mark.slow])]
+            marks += [] if flash or dtype == jnp.bfloat16 else [pytest.mark.nightly]
             yield pytest.param(*case.values, dtype, id=f"{case.id}-{dtype.__name__}", marks=marks)
 
 

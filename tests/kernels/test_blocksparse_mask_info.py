@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as oracle_masks
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as oracle
+from tiers import examples
 
 from ejkernel.kernels._pallas.tpu.blocksparse_attention import _info as info_module
 from ejkernel.kernels._pallas.tpu.blocksparse_attention import _masks as masks
@@ -195,7 +196,7 @@ def _calls(draw):
 
 
 @given(_calls())
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_any_static_mask_equals_the_oracle_where_it_answers(call):
     arrays, blocks, options = call
     heads = [oracle_masks.NumpyMask(array) for array in arrays]
@@ -211,7 +212,7 @@ def test_any_static_mask_equals_the_oracle_where_it_answers(call):
 
 
 @given(_calls())
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_the_blocks_put_together_are_the_mask(call):
     arrays, blocks, options = call
     heads = masks.MultiHeadMask([masks.NumpyMask(array) for array in arrays])

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as oracle
+from tiers import examples
 
 from ejkernel.kernels._pallas.tpu.blocksparse_attention import _masks as masks
 
@@ -80,7 +81,7 @@ def test_states_of_blocks_are_what_the_blocks_hold(kind, blocks):
 
 
 @given(st.data())
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_states_of_formulas_are_exact(data):
     integer = lambda low, high: data.draw(st.integers(low, high))
     block_q, block_kv = integer(1, 5), integer(1, 5)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiers import quick
 
 from ejkernel.kernels._pallas.tpu.blocksparse_attention import CausalMask, LocalMask, NumpyMask
 from ejkernel.kernels.blocksparse_attention.mask_rules import rule_of_builder
@@ -96,7 +97,7 @@ def close(a, b):
     np.testing.assert_allclose(a, b, rtol=3e-5, atol=3e-5)
 
 
-@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("per_head", quick([False, True], True))
 def test_blocks_that_nobody_sees_are_not_read(per_head):
     """With the blocks that are chosen by default: a NaN that is computed would show, as 0 * NaN."""
     mask = np.random.default_rng(0).random((2 if per_head else 1, BLOCKS, BLOCKS)) < 0.6
@@ -129,6 +130,7 @@ def test_queries_that_see_nothing_are_not_read():
     assert all(np.isfinite(x).all() for x in (out, *gradients))
 
 
+@pytest.mark.slow
 def test_the_blocks_of_the_kernel_do_not_matter():
     """Sinks, in particular, are counted once a row, however many blocks a row has."""
     mask = np.random.default_rng(1).random((2, BLOCKS, BLOCKS)) < 0.3

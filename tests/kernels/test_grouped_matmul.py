@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from tiers import quick
+from tiers import examples, quick
 
 from ejkernel.modules import GroupedMatmul, GroupedMatmulConfig, grouped_matmul
 
@@ -111,7 +111,7 @@ def compiled(**static):
     return jax.jit(both)
 
 
-@hypothesis.settings(deadline=None, max_examples=25)
+@examples(25)
 @hypothesis.given(
     ids=st.lists(st.integers(-2, 9), min_size=ROWS, max_size=ROWS), offset=st.integers(0, 6)
 )
@@ -134,7 +134,7 @@ def compiled_by_sizes():
     return jax.jit(lambda x, w, sizes: grouped_matmul(x, w, group_sizes=sizes))
 
 
-@hypothesis.settings(deadline=None, max_examples=25)
+@examples(25)
 @hypothesis.given(cuts=st.lists(st.integers(0, ROWS), min_size=GROUPS, max_size=GROUPS))
 def test_sizes_are_ids_said_shorter(cuts):
     sizes = np.diff([0, *sorted(cuts)])

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiers import examples
 
 from ejkernel import settings
 from ejkernel.cli.oracle import Truth, with_dtype, with_gradients
@@ -100,7 +101,7 @@ def states(starts, ends, block):
     }
 
 
-@hypothesis.settings(deadline=None, max_examples=40)
+@examples(40)
 @hypothesis.given(
     cuts=st.lists(st.integers(0, 40), min_size=5, max_size=5), by_weight=st.booleans()
 )

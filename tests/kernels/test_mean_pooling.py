@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from tiers import examples
 
 from ejkernel.modules import MeanPooling, MeanPoolingConfig, mean_pooling
 
@@ -74,7 +75,7 @@ def compiled(size):
     return jax.jit(jax.value_and_grad(lambda x, ends, along: (pool(x, ends) * along).sum()))
 
 
-@hypothesis.settings(deadline=None, max_examples=25)
+@examples(25)
 @hypothesis.given(cuts=st.lists(st.integers(0, 20), min_size=5, max_size=5))
 def test_packed_is_a_loop_over_the_sequences(cuts):
     cuts = [0, *sorted(cuts)]

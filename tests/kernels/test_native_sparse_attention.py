@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from tiers import examples, quick
 
 from ejkernel.errors import UnsupportedError
 from ejkernel.modules import (
@@ -194,7 +195,7 @@ def test_the_result_depends_on_no_tile():
 
 
 @given(data=st.data())
-@settings(max_examples=15, deadline=None, derandomize=True)
+@examples(15, derandomize=True)
 def test_any_lists_give_what_a_dense_mask_gives(data):
     """Lists of a fixed shape with any entries, among them repeated, unused and impossible ones."""
     lists = data.draw(
@@ -333,7 +334,7 @@ def test_memory_grows_with_the_length_alone():
 # Meshes, platforms, configurations
 
 
-@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize("kv_heads", quick([8, 2], 2))
 def test_three_specs_are_enough(kv_heads):
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("dp", "tp"))
     q, k, v = arrays(heads=8, kv_heads=kv_heads)

@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from tiers import examples
 
 from ejkernel.modules import (
     RaggedPageAttentionv2,
@@ -84,7 +85,7 @@ def ragged_calls(draw):
     return np.cumsum([0, *queries]), np.cumsum([0, *lengths]), table
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@examples(40, derandomize=True)
 @given(ragged_calls(), st.sampled_from([None, 3]))
 def test_any_ragged_call_is_the_sum_of_its_queries(call, window):
     out = ragged_page_attention_v3(QUERY, KEYS, VALUES, *call, sliding_window=window)

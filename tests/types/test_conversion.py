@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 from ejkernel.types import MaskInfo
 from ejkernel.types.mask import (
@@ -19,7 +20,7 @@ from ejkernel.types.mask import (
     segment_ids_to_qkv_masks,
 )
 
-EXAMPLES = settings(max_examples=25, deadline=None)
+EXAMPLES = examples(25)
 ROW = st.lists(st.integers(-1, 3), min_size=6, max_size=6)
 
 

@@ -5,14 +5,15 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 from ejkernel.types import MaskInfo
 
 BATCH, LENGTH = 2, 6
 LARGEST = 2**31 - 1
-EXAMPLES = settings(max_examples=30, deadline=None)
+EXAMPLES = examples(30)
 
 
 @dataclasses.dataclass
@@ -251,7 +252,7 @@ def observed(mask):
     )
 
 
-@settings(max_examples=6, deadline=None)
+@examples(6)
 @given(table(-1, 2), st.lists(STEPS, min_size=2, max_size=3))
 def test_reading_a_mask_changes_nothing(ids, steps):
     untouched = read = MaskInfo.from_segments(jnp.array(ids))
@@ -263,7 +264,7 @@ def test_reading_a_mask_changes_nothing(ids, steps):
     jax.tree.map(np.testing.assert_array_equal, observed(read), observed(untouched))
 
 
-@settings(max_examples=10, deadline=None)
+@examples(10)
 @given(table(-1, 2), st.lists(STEPS, min_size=2, max_size=3))
 def test_a_jitted_chain_gives_the_same_mask(ids, steps):
     def chain(mask):
@@ -285,7 +286,7 @@ ROW_STEPS = STEPS.filter(lambda step: step[0] is not token_types).map(
 )
 
 
-@settings(max_examples=10, deadline=None)
+@examples(10)
 @given(table(-1, 2), st.lists(ROW_STEPS, min_size=1, max_size=3))
 def test_a_chain_inside_vmap_is_the_chain_of_each_row(ids, steps):
     def chain(mask):

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 from ejkernel.types import MaskInfo, drawing
 from ejkernel.types.block_map import EMPTY, FULL, PARTIAL
@@ -91,7 +92,7 @@ def test_wrong_options_are_explained():
         jax.jit(lambda mask: mask.visualize(return_str=True))(mask)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     st.lists(st.integers(-1, 3), min_size=12, max_size=12),
     st.sampled_from([0, 3]),

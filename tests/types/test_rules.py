@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 from ejkernel.types.rules import (
     And,
@@ -28,7 +29,7 @@ BATCH, HEADS = 2, 3
 # Few shapes, because every new one is compiled anew.
 LENGTHS = st.sampled_from([(6, 11), (1, 9)])
 KINDS = ("everything", "segments", "band", "positions", "chunks", "key", "query", "types", "dense")
-EXAMPLES = settings(max_examples=12, deadline=None)
+EXAMPLES = examples(12)
 
 
 def index(number):

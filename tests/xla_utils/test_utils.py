@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 from ejkernel.xla_utils import utils
 
@@ -59,7 +60,7 @@ def test_an_empty_sequence_keeps_its_number():
 
 
 @given(LENGTHS)
-@settings(max_examples=20, deadline=None)
+@examples(20)
 def test_every_token_knows_its_sequence_and_its_position(lengths):
     cu = _cumulative(lengths)
     expected = _padded(_tokens(lengths), sum(lengths))
@@ -70,7 +71,7 @@ def test_every_token_knows_its_sequence_and_its_position(lengths):
 
 
 @given(LENGTHS, st.integers(1, 10))
-@settings(max_examples=20, deadline=None)
+@examples(20)
 def test_every_chunk_knows_its_sequence_and_its_number(lengths, size):
     cu = _cumulative(lengths)
     expected = _chunks(lengths, size)
@@ -130,7 +131,7 @@ def test_lengths_come_from_a_padding_mask(dtype):
 
 
 @given(st.integers(-50, 50), st.integers(1, 9))
-@settings(max_examples=20, deadline=None)
+@examples(20)
 def test_cdiv_rounds_up(a, b):
     expected = int(np.ceil(a / b))
     assert utils.cdiv(a, b) == expected
