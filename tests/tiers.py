@@ -4,6 +4,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -17,6 +18,8 @@ _TIERS = {
     "slow": ("slow: all workloads, dtypes and candidates", "make test-all"),
     None: ("of NVIDIA kernels, interpreted and compiled", "make test-gpu"),
 }
+_LINES = (Path(__file__).parent / "slow.txt").read_text().splitlines()
+SLOW = frozenset(line for line in _LINES if not line.startswith("#"))
 _ACCELERATORS = re.compile("triton|cuda|gpu|tpu")
 _deselected: Counter[str | None] = Counter()
 
@@ -38,11 +41,14 @@ def examples(count: int, **options: Any) -> hypothesis.settings:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the tests of a file in one process: they compile the same small operations.
+    """Mark the slow tests, and run the tests of a file in one process.
 
-    Kernels for accelerators are few files with long tests, which are better spread.
+    They compile the same small operations. Kernels for accelerators are few files with long tests,
+    which are better spread.
     """
     for item in items:
+        if item.nodeid in SLOW:
+            item.add_marker(pytest.mark.slow)
         spread = _ACCELERATORS.search(item.path.stem) or item.get_closest_marker("xdist_group")
         if not spread:
             item.add_marker(pytest.mark.xdist_group(str(item.path)))
