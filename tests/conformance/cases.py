@@ -88,14 +88,16 @@ def all_cases(
 
     `xla`, `gpu` and `tpu` say which workloads of an op the quick selection runs on these platforms,
     `borrowed` which of an op whose implementation is another op's; the others are marked slow, and
-    those that are not among the `daily` ones nightly. TPU kernels are interpreted where there is no
-    TPU. The tests of a case run in one process, so that they compile what they share once.
+    those that are not among the `daily` ones, or borrowed where `borrowed` is none, nightly. TPU
+    kernels are interpreted where there is no TPU. The tests of a case run in one process, so that
+    they compile what they share once.
     """
     parameters = []
     for op, source, cases in _implementations():
         hardware = source.backend.value
         share = {"gpu": gpu, "tpu": tpu}.get(hardware, xla)
-        if f".{op.name}." not in str(source.where):
+        is_borrowed = f".{op.name}." not in str(source.where)
+        if is_borrowed:
             share = min(share, borrowed, key=SHARES.index)
         core = [case for case in cases if "core" in case.workload.tags]
         shares = {"all": cases, "core": core, "fullest": core[-1:], "none": []}
@@ -103,7 +105,8 @@ def all_cases(
             marks = [pytest.mark.xdist_group(case.name)]
             marks += [getattr(pytest.mark, hardware)] if hardware in ("gpu", "tpu") else []
             marks += [] if case in shares[share] else [pytest.mark.slow]
-            marks += [] if case in shares[daily] else [pytest.mark.nightly]
+            is_daily = case in shares[daily] and not (is_borrowed and borrowed == "none")
+            marks += [] if is_daily else [pytest.mark.nightly]
             parameters.append(pytest.param(case, id=case.name, marks=marks))
     return parameters
 
