@@ -9,7 +9,7 @@ import typer
 
 from ejkernel.kernels import OPS
 from ejkernel.ops import default_executor
-from ejkernel.ops.implementation import Choice, Op, Source
+from ejkernel.ops.implementation import Op, Source
 from ejkernel.ops.invocation import Invocation
 from ejkernel.ops.workload import Workload
 
@@ -29,18 +29,6 @@ class Subject:
     def invocation(self, arguments: dict[str, Any]) -> Invocation:
         """The call that the function would make with these arguments."""
         return default_executor().invocation(self.function, **arguments)
-
-    def choice(self, arguments: dict[str, Any]) -> Choice:
-        """The platform and parameters that the function would run with."""
-        return default_executor().choose_config(self.function, **arguments)
-
-    def serving(
-        self, direction: Direction, arguments: dict[str, Any] | None = None
-    ) -> tuple[list[str], dict[str, str]]:
-        """Labels of the implementations that can take a call, and why the others cannot."""
-        call = self.invocation(self.workloads[0].build() if arguments is None else arguments)
-        able, reasons = self.op.serving(direction, call.inputs, call.spec, call.device, None)
-        return [label(source) for source, _ in able], reasons
 
 
 def label(source: Source) -> str:
