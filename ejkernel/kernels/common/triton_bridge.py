@@ -218,9 +218,8 @@ def collected() -> Iterator[list[Call]]:
         _COLLECTED.reset(token)
 
 
-def compile_ahead(call: Call, capability: int) -> Compiled:
-    """A kernel compiled for a compute capability such as 90, on any machine."""
-    from triton.backends.compiler import GPUTarget  # type: ignore[import-not-found]
+def ast_source(call: Call) -> tuple[Any, dict[str, int]]:
+    """What Triton compiles for a launch, and with which options."""
     from triton.compiler import ASTSource  # type: ignore[import-not-found]
 
     function = _loaded(call.function)
@@ -232,7 +231,14 @@ def compile_ahead(call: Call, capability: int) -> Compiled:
         constexprs={"mode": call.mode},
         attrs={(i,): [["tt.divisibility", 16]] for i in range(len(types))},
     )
-    options = {"num_warps": call.how.num_warps, "num_stages": call.how.num_stages}
+    return source, {"num_warps": call.how.num_warps, "num_stages": call.how.num_stages}
+
+
+def compile_ahead(call: Call, capability: int) -> Compiled:
+    """A kernel compiled for a compute capability such as 90, on any machine."""
+    from triton.backends.compiler import GPUTarget  # type: ignore[import-not-found]
+
+    source, options = ast_source(call)
     compiled = _triton().compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     registers, local = _resources(compiled.asm["cubin"])
     tensor = compiled.metadata.tmem_size or 0
