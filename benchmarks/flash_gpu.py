@@ -224,9 +224,12 @@ def host(platform: str) -> dict[str, Any]:
     through = jax.jit(lambda q, k, v: flash_attention(q, k, v, causal=True, platform=platform))
     bare = jax.jit(
         lambda q, k, v: (
-            choice.run.run(call.inputs._replace(query=q, key=k, value=v), call.spec, choice.params)[
-                0
-            ].out
+            choice.run(
+                call.inputs._replace(query=q, key=k, value=v),
+                call.spec,
+                choice.params,
+                device=call.device,
+            )[0].out
         )
     )
     text = through.lower(*call.inputs[:3]).compile().as_text() or ""

@@ -26,7 +26,7 @@ from filelock import FileLock
 from programs import by_workers, seconds_of
 
 from ejkernel.cli.provenance import PROVENANCE, provenance
-from ejkernel.kernels.ragged_page_attention_v3 import triton_gpu
+from ejkernel.kernels.ragged_page_attention_v3 import triton as triton_gpu
 from ejkernel.modules import flash_attention, ragged_page_attention_v3
 from ejkernel.ops import default_executor
 from ejkernel.ops.platform import device_of

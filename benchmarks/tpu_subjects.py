@@ -31,7 +31,7 @@ def _flash(block_q: int, block_k: int, causal: bool) -> Any:
 
     params = FwdParams(q_blocksize=block_q, kv_blocksize=block_k, blocksize_heads=1)
     spec = Spec(softmax_scale=WIDTH**-0.5)
-    return lambda x: pallas_tpu.forward(x, spec, params), _inputs(causal)
+    return lambda x: pallas_tpu.run_forward(x, spec, params), _inputs(causal)
 
 
 def _flash_backward(causal: bool) -> Any:
@@ -42,7 +42,7 @@ def _flash_backward(causal: bool) -> Any:
     params = BwdParams(q_blocksize=512, kv_blocksize=512, blocksize_m=LENGTH, blocksize_n=1)
     spec, inputs = Spec(softmax_scale=WIDTH**-0.5), _inputs(causal)
     outputs = Outputs(inputs.query, array(1, HEADS, LENGTH, dtype=jnp.float32))
-    return lambda x: pallas_tpu.backward(*x, spec, params), (inputs, outputs, outputs)
+    return lambda x: pallas_tpu.run_backward(*x, spec, params), (inputs, outputs, outputs)
 
 
 def _jax_flash(block_q: int, block_k: int, causal: bool) -> Any:
@@ -99,7 +99,7 @@ def _grouped(depth: int, block_k: int, transposed: bool = False) -> Any:
     matrix = (COLUMNS, depth) if transposed else (depth, COLUMNS)
     kind = TransposedInputs if transposed else Inputs
     inputs = kind(array(ROWS, depth), array(EXPERTS, *matrix), group_sizes=_sizes())
-    return lambda x: pallas_tpu.forward(x, Spec(transpose_rhs=transposed), params), inputs
+    return lambda x: pallas_tpu.run_forward(x, Spec(transpose_rhs=transposed), params), inputs
 
 
 def _grouped_gradient() -> Any:
@@ -110,7 +110,7 @@ def _grouped_gradient() -> Any:
     params = GroupedMatmulConfig(block_m=512, block_n=512, block_k=512)
     weights = array(EXPERTS, DEPTH, COLUMNS)
     inputs = Inputs(array(ROWS, DEPTH), weights, group_sizes=_sizes())
-    run = lambda x: pallas_tpu.backward(x[0], (), Outputs(x[1]), Spec(), params).weights
+    run = lambda x: pallas_tpu.run_backward(x[0], (), Outputs(x[1]), Spec(), params).weights
     return run, (inputs, array(ROWS, COLUMNS))
 
 

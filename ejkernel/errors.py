@@ -2,7 +2,7 @@
 
 
 class UnsupportedError(NotImplementedError):
-    """No implementation, or not the one that was asked for, can serve this call on this device."""
+    """No implementation, or not the requested one, supports this call on this device."""
 
 
 class CacheWarning(UserWarning):

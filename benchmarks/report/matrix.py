@@ -104,7 +104,7 @@ def platforms(operation: str, column: Column, direction: Direction) -> list[Sour
     """The sources that take the call, in order; the XLA fallback only where there is no other."""
     call = _call(operation, column.dtype)
     with _every_package_installed():
-        able, _ = call.op.serving(direction, call.inputs, call.spec, column.device, None)
+        able, _ = call.op.supporting(direction, call.inputs, call.spec, column.device, None)
     sources = [source for source, _ in able]
     return [x for x in sources if x.platform is not Platform.XLA] or sources
 

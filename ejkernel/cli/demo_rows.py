@@ -199,7 +199,7 @@ def _alternatives(calls: list[Invocation]) -> tuple[tuple[str, ...], tuple[str, 
     """The devices that are missing, and why platforms for this device are unavailable."""
     missing, unavailable = set(), {}
     for call in calls:
-        _, reasons = call.op.serving(call.direction, call.inputs, call.spec, call.device, None)
+        _, reasons = call.op.supporting(call.direction, call.inputs, call.spec, call.device, None)
         for source in call.op.sources:
             reason = reasons.get(subjects.label(source))
             if source.elsewhere(call.device):

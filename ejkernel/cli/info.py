@@ -113,7 +113,9 @@ def _operation(subject: Subject) -> dict[str, Any]:
     def look() -> None:
         call = subject.invocation(subject.workloads[0].build(dtype=dtype))
         for direction in subjects.DIRECTIONS:
-            able, reasons = subject.op.serving(direction, call.inputs, call.spec, call.device, None)
+            able, reasons = subject.op.supporting(
+                direction, call.inputs, call.spec, call.device, None
+            )
             names = [source.platform.value for source, _ in able]
             found[direction] = {"platforms": names, "unavailable": reasons}
 

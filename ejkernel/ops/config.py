@@ -95,11 +95,11 @@ class FwdParams(_Params):
 class BwdParams(_Params):
     """Tiles and launch parameters of a backward pass; None: the implementation's own choice.
 
-    With `ordered=False` gradients may be added up in any order: faster where a kernel knows how,
-    but not the same bits in every run.
+    With `deterministic=False` gradients may be added up in any order: faster where a kernel knows
+    how, but not the same bits in every run.
 
     Raises:
-        ValueError: a field is neither None nor a positive int, or `ordered` no bool.
+        ValueError: a field is neither None nor a positive int, or `deterministic` no bool.
 
     >>> BwdParams(q_blocksize=64).to_json()
     '{"q_blocksize": 64}'
@@ -112,7 +112,13 @@ class BwdParams(_Params):
     kv_blocksize: int | None = None
     num_warps: int | None = None
     num_stages: int | None = None
-    ordered: bool | None = None
+    deterministic: bool | None = None
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "BwdParams":
+        """The inverse of `to_dict`; also takes `ordered`, as `deterministic` was called before."""
+        renamed = {"deterministic" if name == "ordered" else name: x for name, x in values.items()}
+        return super().from_dict(renamed)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from ejkernel.ops import batching
 from ejkernel.ops.meshes import varying_axes
 
 
-class Plan(NamedTuple):
+class Rule(NamedTuple):
     """A call whose forward is chosen; its backward is chosen when somebody differentiates."""
 
     value: Callable[[Any], Any]  # inputs -> outputs
@@ -19,19 +19,19 @@ class Plan(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def apply(plan: Plan, inputs: Any) -> Any:
-    """The plan's value; under differentiation its forward and backward."""
-    return batching.over_batch(plan.value, inputs)
+def apply(rule: Rule, inputs: Any) -> Any:
+    """The value of the rule; under differentiation its forward and backward."""
+    return batching.over_batch(rule.value, inputs)
 
 
-def _forward(plan: Plan, inputs: Any) -> tuple[Any, Any]:
-    outputs, residuals = batching.over_batch(plan.forward, inputs)
+def _forward(rule: Rule, inputs: Any) -> tuple[Any, Any]:
+    outputs, residuals = batching.over_batch(rule.forward, inputs)
     return outputs, (inputs, residuals)
 
 
-def _backward(plan: Plan, saved: tuple[Any, Any], d_outputs: Any) -> tuple[Any]:
+def _backward(rule: Rule, saved: tuple[Any, Any], d_outputs: Any) -> tuple[Any]:
     inputs, residuals = saved
-    gradients = batching.over_batch(plan.backward, inputs, residuals, d_outputs)
+    gradients = batching.over_batch(rule.backward, inputs, residuals, d_outputs)
     return (jax.tree.map(_summed, gradients, inputs, is_leaf=lambda x: x is None),)
 
 

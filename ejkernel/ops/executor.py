@@ -67,7 +67,7 @@ class Executor:
         device = device_of(leaves)
         key = (
             op,
-            op.edition,
+            op.revision,
             treedef,
             spec,
             request,
@@ -163,22 +163,22 @@ class Executor:
         forward = choice or self._choose(
             Invocation(op, inputs, spec, device, request.platform), request
         )
-        residuals = forward.source.load().residuals or forward.run.run
+        implementation = forward.source.load()
 
         def value(inputs: Any) -> Any:
-            return forward.run.run(inputs, spec, forward.params)[0]
+            return forward.run(inputs, spec, forward.params, device=device)[0]
+
+        def with_residuals(inputs: Any) -> Any:
+            return implementation.run_with_residuals(inputs, spec, forward.params, device=device)
 
         if op.native:
             return value(inputs)
 
         def backward(inputs: Any, saved: Any, d_outputs: Any) -> Any:
             chosen = self._backward(op, inputs, spec, saved, d_outputs, request, device, forward)
-            return chosen.run.run(inputs, saved, d_outputs, spec, chosen.params)
+            return chosen.run(inputs, saved, d_outputs, spec, chosen.params, device=device)
 
-        plan = differentiable.Plan(
-            value, lambda inputs: residuals(inputs, spec, forward.params), backward
-        )
-        return differentiable.apply(plan, inputs)
+        return differentiable.apply(differentiable.Rule(value, with_residuals, backward), inputs)
 
     def _backward(
         self,

@@ -1,9 +1,11 @@
 """What an op is, what one platform offers for it, and why that platform may refuse a call."""
 
 import dataclasses
+import functools
 import importlib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from ejkernel import settings
 from ejkernel.errors import UnsupportedError
@@ -11,6 +13,9 @@ from ejkernel.ops.config import Config
 from ejkernel.ops.platform import Backend, Device, Platform
 
 Direction = Literal["forward", "backward"]
+Features = frozenset[str] | Literal["all"]
+# Every argument there is, and those to come: for implementations that are tested with all of them.
+ALL_FEATURES: Final = "all"
 
 
 def _no_objection(inputs: Any, spec: Any, device: Device) -> str | None:
@@ -21,7 +26,7 @@ def _no_parameters(inputs: Any, spec: Any, device: Device) -> Any:
     return None
 
 
-def _behind_none(inputs: Any, spec: Any, device: Device) -> frozenset[Platform]:
+def _yields_to_none(inputs: Any, spec: Any, device: Device) -> frozenset[Platform]:
     return frozenset()
 
 
@@ -31,34 +36,50 @@ class Pass:
 
     Forward: `run(inputs, spec, params) -> (outputs, residuals)`.
     Backward: `run(inputs, residuals, d_outputs, spec, params) -> gradients`, shaped like inputs,
-    None where there is none.
+    None where there is none. A `run` that has a parameter `device` is given the device of the call.
+
+    Attributes:
+        run: computes the pass.
+        features: the arguments and kinds of mask that it supports beyond the plain call; a call
+            that uses any other is refused.
+        why_not: the reason why it does not support a call, or None.
+        heuristic: the parameters expected to be fastest.
+        candidates: parameters worth timing.
+        nondeterministic: parameters that are faster still, but do not give the same bits in every
+            run; `platform="auto"` uses them, a platform chosen by name does not.
+        yields_to: platforms that are preferred to this one, whatever the order of the sources.
     """
 
     run: Callable[..., Any]
-    features: frozenset[str] | None = None  # what it takes beyond the plain call; None: everything
+    features: Features
     why_not: Callable[[Any, Any, Device], str | None] = _no_objection
     heuristic: Callable[[Any, Any, Device], Any] = _no_parameters
     candidates: Callable[[Any, Any, Device], Sequence[Any]] | None = None
-    # Faster still, but not the same bits in every run: what `auto` takes, and no platform by name.
-    unordered: Callable[[Any, Any, Device], Any] = _no_parameters
-    # Platforms that go before this one, whatever the order of the sources, if they can serve.
-    behind: Callable[[Any, Any, Device], frozenset[Platform]] = _behind_none
+    nondeterministic: Callable[[Any, Any, Device], Any] = _no_parameters
+    yields_to: Callable[[Any, Any, Device], frozenset[Platform]] = _yields_to_none
+
+    def __call__(self, *arguments: Any, device: Device) -> Any:
+        """`run(*arguments)`, with the device if `run` takes it."""
+        return with_device(self.run, device)(*arguments)
 
     def refusal(self, inputs: Any, spec: Any, device: Device) -> str | None:
         """The reason this pass cannot take the call, or None."""
-        if self.features is not None and (missing := features_used(inputs, spec) - self.features):
+        used = features_used(inputs, spec)
+        if self.features != ALL_FEATURES and (missing := used.difference(self.features)):
             return f"does not support {', '.join(sorted(missing))}"
         return self.why_not(inputs, spec, device)
 
-    def guess(self, inputs: Any, spec: Any, device: Device, ordered: bool = True) -> Any:
+    def guess(self, inputs: Any, spec: Any, device: Device, deterministic: bool = True) -> Any:
         """The parameters expected to be fastest."""
-        unordered = None if ordered else self.unordered(inputs, spec, device)
-        return self.heuristic(inputs, spec, device) if unordered is None else unordered
+        params = None if deterministic else self.nondeterministic(inputs, spec, device)
+        return self.heuristic(inputs, spec, device) if params is None else params
 
-    def choices(self, inputs: Any, spec: Any, device: Device, ordered: bool = True) -> list[Any]:
+    def choices(
+        self, inputs: Any, spec: Any, device: Device, deterministic: bool = True
+    ) -> list[Any]:
         """Every parameter set worth timing, the guess first."""
         others = self.candidates(inputs, spec, device) if self.candidates else ()
-        found = [self.guess(inputs, spec, device, ordered)]
+        found = [self.guess(inputs, spec, device, deterministic)]
         for params in (self.heuristic(inputs, spec, device), *others):
             if params not in found:
                 found.append(params)
@@ -75,6 +96,24 @@ class Implementation:
     forward: Pass | None = None
     backward: Pass | None = None
     residuals: Callable[..., Any] | None = None
+
+    def run_with_residuals(self, *arguments: Any, device: Device) -> Any:
+        """Outputs and residuals of the forward pass under differentiation."""
+        if self.residuals is not None:
+            return with_device(self.residuals, device)(*arguments)
+        if self.forward is None:
+            raise NotImplementedError("this implementation has no forward pass.")
+        return self.forward(*arguments, device=device)
+
+
+def with_device(run: Callable[..., Any], device: Device) -> Callable[..., Any]:
+    """`run` with the device of the call, if it has a parameter for it."""
+    return functools.partial(run, device=device) if _takes_device(run) else run
+
+
+@functools.lru_cache(maxsize=1024)
+def _takes_device(run: Callable[..., Any]) -> bool:
+    return "device" in inspect.signature(run).parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,8 +154,10 @@ class Op:
     `shardable`: letters that a mesh may split. `reduced`: those of them that no output has, so that
     the parts that the shards compute are summed. `groups`: `{"k": "n"}` when each key head serves a
     group of query heads. `bucketed`: letters whose exact size does not matter for tuning.
-    `whole`: fields of which every shard gets all but its batch rows and heads. `quiet`: outputs
-    that most callers drop, so that backward passes are tuned as if they had no gradient.
+    `whole`: fields of which every shard gets all but its batch rows and heads.
+    `rarely_used_outputs`: outputs that most callers drop: backward passes are tuned as if they had
+    no gradient. `tuned_as`: ops whose tuned tables also apply to this one, a special case of them.
+    `revision`: grows with every implementation that is registered.
     `sample(inputs, drawn, spec)`: mends the data drawn for tuning. `operands`: what `in_specs` say.
     """
 
@@ -132,31 +173,31 @@ class Op:
     reduced: frozenset[str] = frozenset()
     whole: frozenset[str] = frozenset()
     bucketed: frozenset[str] = frozenset()
-    quiet: frozenset[str] = frozenset()
+    rarely_used_outputs: frozenset[str] = frozenset()
     groups: Mapping[str, str] = dataclasses.field(default_factory=dict)
     operands: tuple[str, ...] = ()
     hint: Mapping[str, str] = dataclasses.field(default_factory=dict)
     sample: Callable[..., Any] | None = None
-    kin: tuple[str, ...] = ()  # ops whose tuned tables serve it too: it is a case of them
-    edition: int = 0  # grows with every implementation that is added
+    tuned_as: tuple[str, ...] = ()
+    revision: int = 0
 
     def renamed(self, name: str, **changes: Any) -> "Op":
         """The same op under another name, for a special case of it."""
-        other = dataclasses.replace(self, name=name, kin=(), **changes)
+        other = dataclasses.replace(self, name=name, tuned_as=(), **changes)
         if issubclass(other.config, self.config) and other.version == self.version:
-            other.kin = tuple(x for x in (self.name, *self.kin) if x != name)
+            other.tuned_as = tuple(x for x in (self.name, *self.tuned_as) if x != name)
         return other
 
     def identifier(self, direction: Direction, name: str | None = None) -> str:
-        """How caches and tuned tables call one direction of this version, or of its kin's."""
+        """The name of one direction of this version, or of `name`'s, in caches and tuned tables."""
         name = name or self.name
         return f"{name}{'' if direction == 'forward' else '.backward'}@v{self.version}"
 
-    def serving(
+    def supporting(
         self, direction: Direction, inputs: Any, spec: Any, device: Device, platform: str | None
     ) -> tuple[list[tuple[Source, Pass]], dict[str, str]]:
-        """The passes that can take the call, in order of preference, and why the others cannot."""
-        able, reasons = [], {}
+        """The passes that support the call, in order of preference; why the others do not."""
+        supported, reasons = [], {}
         for source in self.sources:
             label = f"{source.platform.value} ({source.backend.value})"
             if platform not in (None, "auto", source.platform.value):
@@ -170,8 +211,8 @@ class Op:
             elif reason := chosen.refusal(inputs, spec, device):
                 reasons[label] = reason
             else:
-                able.append((source, chosen))
-        return _in_order(able, inputs, spec, device), reasons
+                supported.append((source, chosen))
+        return _in_order(supported, inputs, spec, device), reasons
 
     def refuse(
         self,
@@ -182,18 +223,20 @@ class Op:
         platform: str | None,
         reasons: Mapping[str, str],
     ) -> UnsupportedError:
-        """The error for a call that nobody, or not the platform asked for, can serve."""
+        """The error for a call that no platform, or not the requested one, supports."""
         said = "; ".join(f"{label} {reason}" for label, reason in reasons.items())
         if platform in (None, "auto"):
             return UnsupportedError(
-                f"{self.name}: no platform can serve the {direction} pass: {said}."
+                f"{self.name}: no platform supports the {direction} pass: {said}."
             )
-        able, _ = self.serving(direction, inputs, spec, device, None)
-        others = ", ".join(dict.fromkeys(source.platform.value for source, _ in able)) or "none"
+        supported, _ = self.supporting(direction, inputs, spec, device, None)
+        others = (
+            ", ".join(dict.fromkeys(source.platform.value for source, _ in supported)) or "none"
+        )
         said = said or f"there is no {platform} implementation"
         return UnsupportedError(
-            f"{self.name}: platform={platform!r} cannot serve this call: {said}. "
-            f"Platforms that can: {others}."
+            f"{self.name}: platform={platform!r} does not support this call: {said}. "
+            f"Platforms that support it: {others}."
         )
 
 
@@ -216,12 +259,12 @@ def features_used(inputs: Any, spec: Any) -> frozenset[str]:
 
 
 def _in_order(
-    able: list[tuple[Source, Pass]], inputs: Any, spec: Any, device: Device
+    supported: list[tuple[Source, Pass]], inputs: Any, spec: Any, device: Device
 ) -> list[tuple[Source, Pass]]:
-    """In the order of the sources, but for passes that stand back behind others."""
-    ordered = list(able)
-    for one in able:
-        before = one[1].behind(inputs, spec, device)
+    """In the order of the sources, except that a pass follows those that it yields to."""
+    ordered = list(supported)
+    for one in supported:
+        before = one[1].yields_to(inputs, spec, device)
         last = max((i for i, (x, _) in enumerate(ordered) if x.platform in before), default=-1)
         if (at := ordered.index(one)) < last:
             ordered.insert(last, ordered.pop(at))

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 import jax
 import numpy as np
 
-from ejkernel.ops.implementation import Implementation, Op, Pass, Source
+from ejkernel.ops.implementation import ALL_FEATURES, Implementation, Op, Pass, Source
 from ejkernel.ops.invocation import Invocation
 from ejkernel.ops.platform import Backend, Platform
 from ejkernel.ops.registry import kernel_registry
@@ -179,8 +179,10 @@ def _implementation(kernel: Kernel, run: Any) -> Implementation:
         return kernel.candidate_cfgs(Invocation(kernel._op(), arrays, spec, device))
 
     return Implementation(
-        forward=Pass(run=value, heuristic=heuristic, candidates=candidates),
-        backward=None if type(kernel).vjp is Kernel.vjp else Pass(run=backward),
+        forward=Pass(run=value, features=ALL_FEATURES, heuristic=heuristic, candidates=candidates),
+        backward=None
+        if type(kernel).vjp is Kernel.vjp
+        else Pass(run=backward, features=ALL_FEATURES),
         residuals=forward,
     )
 

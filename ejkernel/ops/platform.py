@@ -43,19 +43,31 @@ class Device(NamedTuple):
     kind: str  # e.g. "NVIDIA H200"
     compute_capability: tuple[int, int] | None
     fingerprint: str  # "kind|version of the driver"
+    multiprocessors: int | None = None  # of a GPU
+    shared_memory: int | None = None  # bytes that a block of a GPU may use
 
 
 _PLATFORMS = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}
 
-# An abstract device has a name but no compute capability.
-_CAPABILITIES = {
-    "A100": (8, 0),
-    "H100": (9, 0),
-    "H200": (9, 0),
-    "GH200": (9, 0),
-    "B200": (10, 0),
-    "GB200": (10, 0),
+
+class _Gpu(NamedTuple):
+    """What is known of a GPU by its name, for a device that is described and not present."""
+
+    compute_capability: tuple[int, int]
+    multiprocessors: int
+    shared_memory: int
+
+
+_GPUS = {
+    "A100": _Gpu((8, 0), 108, 166_912),
+    "H100": _Gpu((9, 0), 132, 232_448),
+    "H200": _Gpu((9, 0), 132, 232_448),
+    "GH200": _Gpu((9, 0), 132, 232_448),
+    "H20": _Gpu((9, 0), 78, 232_448),
+    "B200": _Gpu((10, 0), 148, 232_448),
+    "GB200": _Gpu((10, 0), 148, 232_448),
 }
+_H100_PCIE = _Gpu((9, 0), 114, 232_448)
 
 
 def device_of(leaves: Iterable[Any]) -> Device:
@@ -124,7 +136,8 @@ def _mesh_device(mesh: Any) -> Device | None:
     abstract = getattr(mesh, "abstract_device", None)
     if abstract is None:
         return None
-    return _describe_abstract(abstract.device_kind, getattr(abstract, "platform", None))
+    platform = getattr(abstract, "platform", None)
+    return _describe_abstract(abstract.device_kind, platform, abstract.num_cores)
 
 
 @functools.cache
@@ -132,16 +145,21 @@ def _describe(device: Any) -> Device:
     kind = device.device_kind
     capability = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
     version = " ".join(str(device.client.platform_version).split())
+    known = _known_gpu(kind)
     return Device(
         platform=_PLATFORMS.get(device.platform, "unknown"),
         kind=kind,
         compute_capability=(int(capability[1]), int(capability[2])) if capability else None,
         fingerprint=f"{kind}|{version}",
+        multiprocessors=getattr(device, "core_count", known and known.multiprocessors),
+        shared_memory=getattr(
+            device, "shared_memory_per_block_optin", known and known.shared_memory
+        ),
     )
 
 
 @functools.cache
-def _describe_abstract(kind: str, platform: str | None) -> Device:
+def _describe_abstract(kind: str, platform: str | None, cores: int | None) -> Device:
     """A device known by name; the one of this machine, where it has such a device."""
     if platform is None:
         platform = "tpu" if kind.startswith("TPU") else "cpu" if kind == "cpu" else "gpu"
@@ -152,10 +170,19 @@ def _describe_abstract(kind: str, platform: str | None) -> Device:
     for device in here:
         if device.device_kind == kind:
             return _describe(device)
-    capabilities = (_CAPABILITIES.get(word) for word in re.split(r"[ -]", kind))
+    known = _known_gpu(kind)
     return Device(
         platform=_PLATFORMS.get(platform, "unknown"),
         kind=kind,
-        compute_capability=next(filter(None, capabilities), None),
+        compute_capability=known and known.compute_capability,
         fingerprint=f"{kind}|absent",
+        multiprocessors=known and (cores or known.multiprocessors),
+        shared_memory=known and known.shared_memory,
     )
+
+
+def _known_gpu(kind: str) -> _Gpu | None:
+    words = re.split(r"[ -]", kind)
+    if "H100" in words and "PCIe" in words:
+        return _H100_PCIE
+    return next((_GPUS[word] for word in words if word in _GPUS), None)

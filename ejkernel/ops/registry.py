@@ -1,7 +1,7 @@
 """The one table of ops: ours, loaded when asked for, and a user's own kernels."""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ejkernel.ops.implementation import Implementation, Op, Pass, Source
@@ -82,11 +82,20 @@ class KernelRegistry:
         platform: Platform | str,
         backend: Backend | str,
         priority: int = 0,
+        features: Iterable[str] = (),
     ) -> Callable[[Any], Any]:
         """Decorator: add an implementation to an op.
 
         Takes an `Implementation`, or a function `(inputs, spec, params) -> (outputs, residuals)`
         that becomes its forward. A higher priority is preferred; ours have 0.
+
+        Args:
+            algorithm: the name of the op.
+            platform: how the implementation is written.
+            backend: where it runs.
+            priority: a higher one is preferred.
+            features: for a function, the optional arguments that it supports; a call that uses any
+                other goes to the next implementation. An `Implementation` lists its own.
         """
         op = self.op(algorithm)
 
@@ -94,11 +103,11 @@ class KernelRegistry:
             whole = (
                 implementation
                 if isinstance(implementation, Implementation)
-                else Implementation(forward=Pass(run=implementation))
+                else Implementation(forward=Pass(run=implementation, features=frozenset(features)))
             )
             op.sources.append(Source(Platform(platform), Backend(backend), whole, priority))
             op.sources.sort(key=lambda source: -source.priority)
-            op.edition += 1
+            op.revision += 1
             return implementation
 
         return add

@@ -20,7 +20,7 @@ from ejkernel.ops.platform import device_fingerprint
 from ejkernel.ops.policy import AutotunePolicy
 from ejkernel.ops.tuner import Tuned, Tuner
 
-Able = list[tuple[Source, Pass]]
+Supported = list[tuple[Source, Pass]]
 
 
 class ConfigSelectorChain:
@@ -74,18 +74,18 @@ class ConfigSelectorChain:
     def choose(self, inv: Invocation, cfg: Any = None) -> Choice:
         """The platform and parameters this call runs with; the reasons if there is none."""
         inv, params = self._explicit(inv, cfg)
-        able, reasons = inv.op.serving(
+        supported, reasons = inv.op.supporting(
             inv.direction, inv.inputs, inv.spec, inv.device, inv.platform
         )
-        if not able:
+        if not supported:
             raise inv.op.refuse(
                 inv.direction, inv.inputs, inv.spec, inv.device, inv.platform, reasons
             )
         if params is not None:
             self.emit("override", key=inv.key, cfg=cfg)
-            source, chosen = able[0]
+            source, chosen = supported[0]
             return Choice(source, chosen, _filled(params, chosen, inv))
-        return self._known(inv, able) or self._found(inv, able)
+        return self._known(inv, supported) or self._found(inv, supported)
 
     def _explicit(self, inv: Invocation, cfg: Any) -> tuple[Invocation, Any]:
         """The call with the platform that `cfg` asks for, and the parameters it holds, if any."""
@@ -109,16 +109,16 @@ class ConfigSelectorChain:
                 "differ."
             )
         if cfg.backend not in ("any", inv.device.platform):
-            able, _ = inv.op.serving(inv.direction, inv.inputs, inv.spec, inv.device, None)
+            supported, _ = inv.op.supporting(inv.direction, inv.inputs, inv.spec, inv.device, None)
             raise UnsupportedError(
                 f"{inv.op.name}: cfg asks for the backend {cfg.backend!r} and the device is a "
-                f"{inv.device.platform.upper()}. Platforms that can serve the call here: "
-                f"{', '.join(source.platform for source, _ in able) or 'none'}."
+                f"{inv.device.platform.upper()}. Platforms that support the call here: "
+                f"{', '.join(source.platform for source, _ in supported) or 'none'}."
             )
         inv = dataclasses.replace(inv, platform=asked[0] if asked else None)
         return inv, cfg.params(inv.direction)
 
-    def _known(self, inv: Invocation, able: Able) -> Choice | None:
+    def _known(self, inv: Invocation, supported: Supported) -> Choice | None:
         """What an overlay, a cache or the shipped table says, if this device can still run it."""
         for level, look_up in (
             ("overlay", lambda: caches.current_overlay(inv.key)),
@@ -128,7 +128,7 @@ class ConfigSelectorChain:
         ):
             if (cfg := look_up()) is None:
                 continue
-            if (choice := _restored(cfg, inv, able)) is None:
+            if (choice := _restored(cfg, inv, supported)) is None:
                 continue
             if level in ("persistent", "shipped"):
                 self._remember(inv, cfg)
@@ -137,10 +137,10 @@ class ConfigSelectorChain:
             return choice
         return None
 
-    def _found(self, inv: Invocation, able: Able) -> Choice:
+    def _found(self, inv: Invocation, supported: Supported) -> Choice:
         """Measure, or guess, as the policy says."""
         policy = policies.effective(self, inv.device)
-        if policy.tunes and (choice := self._measured(inv, able)):
+        if policy.tunes and (choice := self._measured(inv, supported)):
             return choice
         if not policy.allow_heuristics:
             self.emit("error", key=inv.key)
@@ -148,28 +148,30 @@ class ConfigSelectorChain:
                 f"{inv.op.name}: no configuration is known for this call and the policy allows "
                 "neither measuring nor guessing one."
             )
-        source, chosen = able[0]
-        params = chosen.guess(inv.inputs, inv.spec, inv.device, _ordered(inv))
+        source, chosen = supported[0]
+        params = chosen.guess(inv.inputs, inv.spec, inv.device, _deterministic(inv))
         choice = Choice(source, chosen, params)
         self.emit("heuristics", key=inv.key, cfg=_stored(choice, inv))
         return choice
 
-    def _measured(self, inv: Invocation, able: Able) -> Choice | None:
-        choices = _choices(inv, able)
+    def _measured(self, inv: Invocation, supported: Supported) -> Choice | None:
+        choices = _choices(inv, supported)
         here = inv.device.fingerprint == device_fingerprint()
         if len(choices) < 2 or not here or jax.process_count() > 1:
             return None
         with self._tuning:
             # Another thread may have measured the same call while this one waited.
-            if choice := _restored(self.cache.get(inv.key), inv, able):
+            if choice := _restored(self.cache.get(inv.key), inv, supported):
                 return choice
             tuned = self.tune(inv, choices)
         return tuned and tuned.best
 
     def candidates(self, inv: Invocation) -> list[Choice]:
         """Every platform and parameter set that `tune` would measure for the call."""
-        able, _ = inv.op.serving(inv.direction, inv.inputs, inv.spec, inv.device, inv.platform)
-        return _choices(inv, able)
+        supported, _ = inv.op.supporting(
+            inv.direction, inv.inputs, inv.spec, inv.device, inv.platform
+        )
+        return _choices(inv, supported)
 
     def tune(self, inv: Invocation, choices: list[Choice] | None = None) -> Tuned | None:
         """Measure the call now and remember the winner."""
@@ -203,23 +205,23 @@ class ConfigSelectorChain:
         from ejkernel.ops.persistent import ShippedTable
 
         device, _, call = inv.key
-        for name in (inv.op.name, *inv.op.kin):
+        for name in (inv.op.name, *inv.op.tuned_as):
             key = (device, inv.op.identifier(inv.direction, name), call)
             if (cfg := ShippedTable.for_op(name).get(key)) is not None:
                 return cfg
         return None
 
 
-def _choices(inv: Invocation, able: Able) -> list[Choice]:
+def _choices(inv: Invocation, supported: Supported) -> list[Choice]:
     """Everything worth timing; a user's variant for a platform stands in for its general form."""
     return [
         Choice(source, chosen, params)
-        for source, chosen in (able[:1] if inv.op.paired else able)
-        for params in chosen.choices(inv.inputs, inv.spec, inv.device, _ordered(inv))
+        for source, chosen in (supported[:1] if inv.op.paired else supported)
+        for params in chosen.choices(inv.inputs, inv.spec, inv.device, _deterministic(inv))
     ]
 
 
-def _ordered(inv: Invocation) -> bool:
+def _deterministic(inv: Invocation) -> bool:
     """Whether every run must give the same bits, as it does for a platform that has a name."""
     return inv.platform not in (None, "auto") or settings.deterministic()
 
@@ -241,13 +243,13 @@ def _filled(params: Any, chosen: Pass, inv: Invocation) -> Any:
     return dataclasses.replace(guess, **given)
 
 
-def _restored(cfg: Any, inv: Invocation, able: Able) -> Choice | None:
-    """A stored configuration as a choice; None when what it names cannot serve here any more."""
+def _restored(cfg: Any, inv: Invocation, supported: Supported) -> Choice | None:
+    """A stored configuration as a choice; None when it is not supported here any more."""
     if cfg is None:
         return None
     if isinstance(cfg, dict):
         try:
-            cfg = _rebuilt(cfg, inv, able)
+            cfg = _rebuilt(cfg, inv, supported)
         except (TypeError, ValueError) as error:
             warnings.warn(
                 f"{inv.op.name}: a stored configuration is not usable any more: {error}",
@@ -256,19 +258,19 @@ def _restored(cfg: Any, inv: Invocation, able: Able) -> Choice | None:
             )
             return None
     if not isinstance(cfg, Config):
-        source, chosen = able[0]
+        source, chosen = supported[0]
         return Choice(source, chosen, cfg)
-    for source, chosen in able:
+    for source, chosen in supported:
         if source.platform == cfg.platform and source.backend == cfg.backend:
             return Choice(source, chosen, _filled(cfg.params(inv.direction), chosen, inv))
     return None
 
 
-def _rebuilt(fields: dict[str, Any], inv: Invocation, able: Able) -> Any:
+def _rebuilt(fields: dict[str, Any], inv: Invocation, supported: Supported) -> Any:
     """A configuration read from a file; a user's kernel has it in the class its heuristic gives."""
     if issubclass(inv.op.config, Config):
         return inv.op.config.from_dict(fields)
-    guess = able[0][1].heuristic(inv.inputs, inv.spec, inv.device)
+    guess = supported[0][1].heuristic(inv.inputs, inv.spec, inv.device)
     return type(guess)(**fields) if dataclasses.is_dataclass(guess) else fields
 
 
@@ -280,5 +282,7 @@ def _stored(choice: Choice, inv: Invocation) -> Any:
     where = {"platform": choice.source.platform.value, "backend": choice.source.backend.value}
     if isinstance(params, Config):
         return dataclasses.replace(params, **where)
+    if params is None:  # it has nothing to configure
+        return inv.op.config(**where)
     field = "fwd_params" if inv.direction == "forward" else "bwd_params"
     return inv.op.config(**{field: params}, **where)

@@ -188,12 +188,15 @@ def _runner(inv: Invocation, choice: Choice) -> Any:
     """The candidate's pass as a jitted function of the arguments."""
 
     def run(*arguments: Any) -> Any:
-        if inv.direction == "backward" and inv.op.quiet:
+        if inv.direction == "backward" and inv.op.rarely_used_outputs:
             *others, d_outputs = arguments
             # Made in here: a compiler that sees zeros leaves out what they make superfluous.
-            zeros = {name: jnp.zeros_like(getattr(d_outputs, name)) for name in inv.op.quiet}
+            zeros = {
+                name: jnp.zeros_like(getattr(d_outputs, name))
+                for name in inv.op.rarely_used_outputs
+            }
             arguments = (*others, d_outputs._replace(**zeros))
-        return choice.run.run(*arguments, inv.spec, choice.params)
+        return choice.run(*arguments, inv.spec, choice.params, device=inv.device)
 
     return jax.jit(run)
 
@@ -311,7 +314,7 @@ class _Judge:
 def _by_xla(inv: Invocation) -> Choice | None:
     """What XLA would do, whoever was asked for; None for an op that it does not have."""
     inputs = inv.inputs
-    able, _ = inv.op.serving(inv.direction, inputs, inv.spec, inv.device, Platform.XLA.value)
+    able, _ = inv.op.supporting(inv.direction, inputs, inv.spec, inv.device, Platform.XLA.value)
     if not able:
         return None
     source, run = able[0]

@@ -89,7 +89,7 @@ def test_the_json_holds_every_operation(facts):
 def test_looking_at_the_operations_agrees_with_looking_at_a_real_call(facts):
     subject = subjects.one("mean_pooling")
     call = subject.invocation(subject.workloads[0].build())
-    able, _ = call.op.serving("forward", call.inputs, call.spec, call.device, None)
+    able, _ = call.op.supporting("forward", call.inputs, call.spec, call.device, None)
     shown = facts["operations"]["mean_pooling"]["forward"]["platforms"]
     assert [source.platform.value for source, _ in able] == shown
 

@@ -81,7 +81,7 @@ def test_every_candidate_configuration_agrees(case):
     call = case.call()
     forward, backward = served(case, call, "forward", "backward")
     for params in forward.choices(call.inputs, call.spec, call.device):
-        run = jax.jit(lambda x, params=params: forward.run(x, call.spec, params))
+        run = jax.jit(lambda x, params=params: forward(x, call.spec, params, device=call.device))
         outputs, _ = run(call.inputs)
         assert_as_good_as_rounding(case, jnp.float32, "values", outputs, str(params))
     for other in backward.choices(call.inputs, call.spec, call.device):
@@ -93,8 +93,10 @@ def test_every_candidate_configuration_agrees(case):
 def paired(spec, forward, params, backward, other):
     """A forward and a backward pass with these parameters, as a function of the inputs."""
     plan = Plan(
-        value=lambda x: forward.run(x, spec, params)[0],
-        forward=lambda x: forward.run(x, spec, params),
-        backward=lambda x, saved, d_outputs: backward.run(x, saved, d_outputs, spec, other),
+        value=lambda x: forward(x, spec, params, device=device)[0],
+        forward=lambda x: forward(x, spec, params, device=device),
+        backward=lambda x, saved, d_outputs: backward(
+            x, saved, d_outputs, spec, other, device=device
+        ),
     )
     return functools.partial(apply, plan)

@@ -5,7 +5,7 @@ import pytest
 from kernels.triton_testing import H200
 
 from ejkernel import settings
-from ejkernel.kernels.common import triton_bridge
+from ejkernel.kernels.common.triton import bridge as triton_bridge
 
 
 @pytest.fixture

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.kernels.flash_attention import pallas_gpu, pallas_gpu_joint
+from ejkernel.kernels.flash_attention import pallas_sm90 as pallas_gpu
 from ejkernel.kernels.flash_attention.inputs import Dropout, Inputs, Outputs, Spec
-from ejkernel.kernels.flash_attention.pallas_gpu_forward import forward
+from ejkernel.kernels.flash_attention.pallas_sm90 import backward_fused as pallas_gpu_joint
+from ejkernel.kernels.flash_attention.pallas_sm90.forward import forward
 from ejkernel.ops.config import BwdParams
 from ejkernel.ops.platform import Device
 from ejkernel.types.rules import Band, Chunks, Dense, Everything, KeyLength, Segments
@@ -123,7 +124,7 @@ def decode_program(params, **dims):
     """One query for each sequence, on keys that are split."""
     lengths = KeyLength(jnp.array([3000, 8192]))
     inputs, spec = call(queries=1, keys=8192, mask=lengths, **dims)
-    return lambda inputs: pallas_gpu.forward(inputs, spec, params)[0], inputs
+    return lambda inputs: pallas_gpu.run_forward(inputs, spec, params)[0], inputs
 
 
 def backward_program(params, feature, **dims):
@@ -134,7 +135,7 @@ def backward_program(params, feature, **dims):
     outputs = Outputs(out, _shape(batch, heads, queries, dtype=jnp.float32))
 
     def run(inputs, residuals, d_outputs):
-        return pallas_gpu.backward(inputs, residuals, d_outputs, spec, params)
+        return pallas_gpu.run_backward(inputs, residuals, d_outputs, spec, params)
 
     return run, inputs, outputs, outputs
 
@@ -166,7 +167,9 @@ def _programs():
                 run = functools.partial(backward_program, params, name, **dims)
                 yield f"backward-{name}-{head_dim}-{value_dim}-{sizes}", run
             if name != "sinks" and pallas_gpu_joint.why_not(inputs, spec) is None:
-                run = functools.partial(backward_program, BwdParams(ordered=False), name, **dims)
+                run = functools.partial(
+                    backward_program, BwdParams(deterministic=False), name, **dims
+                )
                 yield f"joint-{name}-{head_dim}-{value_dim}-64x128", run
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from kernels.triton_programs import collected, compile_calls
 
-from ejkernel.kernels.grouped_matmul import triton_gpu
+from ejkernel.kernels.grouped_matmul import triton as triton_gpu
 from ejkernel.kernels.grouped_matmul.inputs import Inputs, Outputs, Spec, TransposedInputs
 
 DTYPES = {"half": "bfloat16", "exact": "float32"}
@@ -36,9 +36,9 @@ def call(name):
 
 def launches(inputs, spec, params, backward):
     def run(inputs):
-        outputs, _ = triton_gpu.forward(inputs, spec, params)
+        outputs, _ = triton_gpu.run_forward(inputs, spec, params)
         if backward:
-            triton_gpu.backward(inputs, (), Outputs(jnp.zeros_like(outputs.out)), spec, params)
+            triton_gpu.run_backward(inputs, (), Outputs(jnp.zeros_like(outputs.out)), spec, params)
 
     return collected(run, inputs)
 

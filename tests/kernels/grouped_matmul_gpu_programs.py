@@ -6,7 +6,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.grouped_matmul import pallas_gpu
+from ejkernel.kernels.grouped_matmul import pallas_sm90 as pallas_gpu
 from ejkernel.kernels.grouped_matmul.inputs import Inputs, Outputs, Spec, TransposedInputs
 from ejkernel.ops.platform import Device
 
@@ -43,7 +43,7 @@ def call(
 def forward_program(params, **shape):
     """The forward pass and what it takes, for `gpu_compile`."""
     inputs, spec = call(**shape)
-    return lambda inputs: pallas_gpu.forward(inputs, spec, params)[0], inputs
+    return lambda inputs: pallas_gpu.run_forward(inputs, spec, params)[0], inputs
 
 
 def backward_program(params, **shape):
@@ -51,7 +51,7 @@ def backward_program(params, **shape):
     inputs, spec = call(**shape)
     n = inputs.weights.shape[1 if spec.transpose_rhs else 2]
     d_out = jax.ShapeDtypeStruct((inputs.inputs.shape[0], n), inputs.inputs.dtype)
-    run = lambda inputs, d_outputs: pallas_gpu.backward(inputs, (), d_outputs, spec, params)
+    run = lambda inputs, d_outputs: pallas_gpu.run_backward(inputs, (), d_outputs, spec, params)
     return run, inputs, Outputs(d_out)
 
 

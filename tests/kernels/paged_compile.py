@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from kernels.triton_programs import collected, compile_calls
 
-from ejkernel.kernels.ragged_page_attention_v3 import triton_gpu
+from ejkernel.kernels.ragged_page_attention_v3 import triton as triton_gpu
 from ejkernel.kernels.ragged_page_attention_v3.inputs import CombinedInputs, Inputs, Spec
 from ejkernel.kernels.ragged_page_attention_v3_update import inputs as writing
-from ejkernel.kernels.ragged_page_attention_v3_update import triton_gpu as update
+from ejkernel.kernels.ragged_page_attention_v3_update import triton as update
 
 
 def call(name):

@@ -18,7 +18,8 @@ from ejkernel import settings
 from ejkernel.cli.oracle import Truth, with_dtype, with_gradients
 from ejkernel.errors import UnsupportedError
 from ejkernel.kernels.common import cudnn, mosaic_gpu
-from ejkernel.kernels.flash_attention import OP, cuda, reference, xla
+from ejkernel.kernels.flash_attention import OP, reference, xla
+from ejkernel.kernels.flash_attention import cudnn as cuda
 from ejkernel.kernels.flash_attention.inputs import Inputs, Spec
 from ejkernel.kernels.flash_attention.workloads import WORKLOADS
 from ejkernel.modules import flash_attention
@@ -378,7 +379,7 @@ def test_the_backward_of_wide_heads_is_left_to_cudnn(monkeypatch):
     monkeypatch.setattr(cudnn, "why_missing", lambda device: None)
 
     def platforms(direction, inputs):
-        able, _ = OP.serving(direction, inputs, spec, programs.H200, None)
+        able, _ = OP.supporting(direction, inputs, spec, programs.H200, None)
         return [source.platform.value for source, _ in able][:2]
 
     assert platforms("forward", inputs) == ["pallas", "cuda"]

@@ -11,13 +11,14 @@ from kernels.flash_gpu_programs import CAUSAL, H200
 
 from ejkernel import settings
 from ejkernel.kernels.common import mosaic_gpu
-from ejkernel.kernels.flash_attention import pallas_gpu, pallas_gpu_joint
-from ejkernel.kernels.flash_attention.pallas_gpu_joint_walk import QUERIES, Tiles
+from ejkernel.kernels.flash_attention import pallas_sm90 as pallas_gpu
+from ejkernel.kernels.flash_attention.pallas_sm90 import backward_fused as pallas_gpu_joint
+from ejkernel.kernels.flash_attention.pallas_sm90.backward_fused_walk import QUERIES, Tiles
 from ejkernel.ops.config import BwdParams
 from ejkernel.ops.platform import Platform
 from ejkernel.types.rules import Band
 
-UNORDERED = BwdParams(ordered=False)
+UNORDERED = BwdParams(deterministic=False)
 CALLS = {
     name: flash.INTERPRETED[name]
     for name in (
@@ -65,7 +66,7 @@ def test_it_is_taken_where_bits_may_differ():
     backward = pallas_gpu.IMPLEMENTATION.backward
     assert backward is not None
     call = (*programs.call(mask=CAUSAL), H200)
-    assert backward.guess(*call, ordered=False) == UNORDERED
+    assert backward.guess(*call, deterministic=False) == UNORDERED
     assert backward.guess(*call).ordered is None
     assert backward.behind(*call) == frozenset()
     with settings.override(deterministic=True):
@@ -73,7 +74,7 @@ def test_it_is_taken_where_bits_may_differ():
         # With a bias it is slower than two kernels of ours.
         assert backward.behind(*programs.call(bias=programs.PAIRS), H200) == frozenset()
     capped = (*programs.call(mask=CAUSAL, soft_cap=50.0), H200)
-    assert backward.guess(*capped, ordered=False) == backward.guess(*capped)
+    assert backward.guess(*capped, deterministic=False) == backward.guess(*capped)
 
 
 @pytest.mark.parametrize("lap", [0, 1])

@@ -19,15 +19,17 @@ from kernels.flash_gpu_programs import H200
 
 from ejkernel import settings
 from ejkernel.kernels.common import mosaic_gpu
-from ejkernel.kernels.flash_attention import OP, pallas_gpu, pallas_gpu_walk, reference
+from ejkernel.kernels.flash_attention import OP, reference
+from ejkernel.kernels.flash_attention import pallas_sm90 as pallas_gpu
 from ejkernel.kernels.flash_attention.inputs import Dropout, Inputs, Spec
-from ejkernel.kernels.flash_attention.pallas_gpu_backward_kernel import (
+from ejkernel.kernels.flash_attention.pallas_sm90 import schedule as pallas_gpu_walk
+from ejkernel.kernels.flash_attention.pallas_sm90.backward_kernel import (
     OF_KEYS,
     OF_KEYS_AND_VALUES,
     OF_QUERIES,
     OF_VALUES,
 )
-from ejkernel.kernels.flash_attention.pallas_gpu_tile import Tiles
+from ejkernel.kernels.flash_attention.pallas_sm90.logits import Tiles
 from ejkernel.types.rules import (
     And,
     Band,
@@ -352,7 +354,7 @@ def _check(inputs: Inputs, spec: Spec, params=None, runs: int = 1) -> None:
     """The forward pass is as near the definition as rounding to the dtype allows."""
     proves(OP.name, SOURCE, "forward")
     exact, rounded = (reference.forward(_wide(inputs), spec, x) for x in (_same, _rounding(inputs)))
-    run = jax.jit(lambda x: pallas_gpu.forward(x, spec, params)[0])
+    run = jax.jit(lambda x: pallas_gpu.run_forward(x, spec, params)[0])
     _compare([run(inputs) for _ in range(runs)], exact, rounded)
 
 
@@ -378,7 +380,7 @@ def _check_backward(inputs: Inputs, spec: Spec, params=None, runs: int = 1) -> N
 
     outputs, d_outputs, exact = gradients(_same)
     narrow = lambda x: x._replace(out=x.out.astype(inputs.query.dtype))
-    run = jax.jit(lambda *given: pallas_gpu.backward(*given, spec, params))
+    run = jax.jit(lambda *given: pallas_gpu.run_backward(*given, spec, params))
     results = [run(inputs, narrow(outputs), narrow(d_outputs)) for _ in range(runs)]
     results = [[getattr(result, name) for name in names] for result in results]
     _compare(results, exact, gradients(_rounding(inputs))[2])

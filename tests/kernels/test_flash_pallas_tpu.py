@@ -7,10 +7,10 @@ import pytest
 
 from ejkernel import settings
 from ejkernel.cli.oracle import Truth, with_dtype, with_gradients
-from ejkernel.kernels.common.tile_list import tile_list
-from ejkernel.kernels.common.tpu_memory import core_of
+from ejkernel.kernels.common.mosaic_tpu.memory import core_of
 from ejkernel.kernels.flash_attention import pallas_tpu
 from ejkernel.kernels.flash_attention.inputs import Inputs, Spec
+from ejkernel.kernels.flash_attention.pallas_tpu.tile_list import tile_list
 from ejkernel.modules import FlashAttentionConfig, flash_attention
 from ejkernel.ops import BwdParams, FwdParams, default_executor, executor
 from ejkernel.ops.executor import Request

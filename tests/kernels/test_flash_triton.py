@@ -14,10 +14,11 @@ from kernels.triton_testing import H200, SHARED, compiled, lowered, marked, need
 
 from ejkernel.cli.oracle import with_gradients
 from ejkernel.errors import UnsupportedError
-from ejkernel.kernels.flash_attention import OP, triton_gpu
+from ejkernel.kernels.flash_attention import OP
+from ejkernel.kernels.flash_attention import triton as triton_gpu
 from ejkernel.kernels.flash_attention.config import FlashAttentionConfig
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
-from ejkernel.kernels.flash_attention.triton_gpu_plan import Plan, plan
+from ejkernel.kernels.flash_attention.triton.operands import Plan, plan
 from ejkernel.kernels.flash_attention.workloads import WORKLOADS
 from ejkernel.modules import flash_attention
 from ejkernel.ops import executor
@@ -104,9 +105,11 @@ def draw(queries=40, keys=40, dim=16, value_dim=16, heads=2, **fields):
 def run(platform, inputs, spec):
     def both(inputs):
         implementation = {"triton": triton_gpu.IMPLEMENTATION}.get(platform) or xla()
-        outputs, residuals = implementation.forward.run(inputs, spec, SMALL.fwd_params)
+        outputs, residuals = implementation.forward(inputs, spec, SMALL.fwd_params, device=H200)
         ones = Outputs(jnp.ones_like(outputs.out), jnp.ones_like(outputs.lse))
-        return outputs, implementation.backward.run(inputs, residuals, ones, spec, SMALL.bwd_params)
+        return outputs, implementation.backward(
+            inputs, residuals, ones, spec, SMALL.bwd_params, device=H200
+        )
 
     return jax.jit(both)(inputs)
 
@@ -336,7 +339,7 @@ def test_on_a_cpu_it_is_refused_in_words():
     x = jnp.ones((1, 8, 2, 16))
     if jax.default_backend() == "gpu":
         pytest.skip("this machine has a GPU")
-    with pytest.raises(UnsupportedError, match="platform='triton' cannot serve this call"):
+    with pytest.raises(UnsupportedError, match="platform='triton' does not support this call"):
         flash_attention(x, x, x, platform="triton")
     assert SOURCE.backend is Backend.GPU
 

@@ -80,8 +80,8 @@ def expected(inputs, spec, rounded=lambda x: x):
 def actual(inputs, spec, block_q, block_k):
     forward = FwdParams(q_blocksize=block_q, kv_blocksize=block_k)
     backward = BwdParams(q_blocksize=block_q, kv_blocksize=block_k)
-    outputs, residuals = xla.forward(inputs, spec, forward)
-    return outputs, xla.backward(inputs, residuals, cotangents(outputs), spec, backward)
+    outputs, residuals = xla.run_forward(inputs, spec, forward)
+    return outputs, xla.run_backward(inputs, residuals, cotangents(outputs), spec, backward)
 
 
 def distance(one, other):
@@ -328,7 +328,7 @@ def test_it_runs_where_shard_map_tracks_what_varies():
     spec, params = Spec(softmax_scale=0.3), FwdParams(q_blocksize=8, kv_blocksize=8)
 
     def run(query, key, value):
-        return xla.forward(Inputs(query, key, value, mask=Band(None, 0)), spec, params)[0]
+        return xla.run_forward(Inputs(query, key, value, mask=Band(None, 0)), spec, params)[0]
 
     mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
     split = PartitionSpec(None, None, "x")

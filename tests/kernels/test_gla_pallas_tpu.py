@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from ejkernel import settings
-from ejkernel.kernels.common.tpu_memory import core_of
-from ejkernel.kernels.common.tpu_recurrence import added, split
+from ejkernel.kernels.common.mosaic_tpu.memory import core_of
 from ejkernel.kernels.gla_attention import pallas_tpu
 from ejkernel.kernels.gla_attention.inputs import Inputs, Spec
+from ejkernel.kernels.gla_attention.pallas_tpu.recurrence import added, split
 from ejkernel.modules import RecurrentAttentionConfig, recurrent_attention
 from ejkernel.ops.platform import Device
 

@@ -16,9 +16,11 @@ from kernels.grouped_matmul_gpu_programs import H200
 
 from ejkernel import settings
 from ejkernel.kernels.common import mosaic_gpu
-from ejkernel.kernels.grouped_matmul import OP, pallas_gpu, pallas_gpu_plan, reference
+from ejkernel.kernels.grouped_matmul import OP, reference
+from ejkernel.kernels.grouped_matmul import pallas_sm90 as pallas_gpu
 from ejkernel.kernels.grouped_matmul.config import GroupedMatmulConfig
 from ejkernel.kernels.grouped_matmul.inputs import Inputs, Outputs, Spec
+from ejkernel.kernels.grouped_matmul.pallas_sm90 import plan as pallas_gpu_plan
 from ejkernel.ops.platform import Platform
 
 SOURCE = next(x for x in OP.sources if (x.platform, x.backend) == ("pallas", "gpu"))
@@ -219,12 +221,14 @@ def _check(inputs: Inputs, spec: Spec, params=None, runs: int = 1) -> None:
     rounded = [*define(narrow)[1]]
     rounded[1:] = map(narrow, rounded[1:])
     d_out = jnp.where(used[:, None], d_out, jnp.nan).astype(inputs.inputs.dtype)
-    forward = jax.jit(lambda x: pallas_gpu.forward(x, spec, params)[0].out)
+    forward = jax.jit(lambda x: pallas_gpu.run_forward(x, spec, params)[0].out)
     results = [[forward(inputs)] for _ in range(runs)]
     proves(OP.name, SOURCE, "forward")
     if spec.preferred_element_type is None:
         proves(OP.name, SOURCE, "backward")
-        backward = jax.jit(lambda x, d: pallas_gpu.backward(x, (), Outputs(d), spec, params)[:2])
+        backward = jax.jit(
+            lambda x, d: pallas_gpu.run_backward(x, (), Outputs(d), spec, params)[:2]
+        )
         results = [[*one, *backward(inputs, d_out)] for one in results]
     for got, truth, coarse in zip(results[0], exact, rounded, strict=False):
         got, truth, coarse = (np.asarray(x, np.float64) for x in (got, truth, coarse))
@@ -289,7 +293,7 @@ def test_small_integers_are_exact_on_the_card():
         group_sizes=jnp.asarray(sizes, jnp.int32),
     )
     spec = Spec(preferred_element_type="float32")
-    got = np.asarray(jax.jit(lambda x: pallas_gpu.forward(x, spec, None)[0].out)(inputs))
+    got = np.asarray(jax.jit(lambda x: pallas_gpu.run_forward(x, spec, None)[0].out)(inputs))
     rows, weights = (np.asarray(x, np.float32) for x in inputs[:2])
     ends = np.cumsum(sizes)
     for group, (size, end) in enumerate(zip(sizes, ends, strict=True)):

@@ -10,7 +10,7 @@ from tiers import examples
 
 from ejkernel import settings
 from ejkernel.cli.oracle import Truth, with_dtype, with_gradients
-from ejkernel.kernels.common.tpu_memory import core_of
+from ejkernel.kernels.common.mosaic_tpu.memory import core_of
 from ejkernel.kernels.grouped_matmul import pallas_tpu
 from ejkernel.kernels.grouped_matmul.inputs import Inputs, Spec
 from ejkernel.kernels.grouped_matmul.layout import Layout

@@ -17,10 +17,11 @@ from kernels.triton_testing import H200, SHARED, compiled, lowered, marked, need
 
 from ejkernel.cli.oracle import with_gradients
 from ejkernel.errors import UnsupportedError
-from ejkernel.kernels.grouped_matmul import OP, triton_gpu
+from ejkernel.kernels.grouped_matmul import OP
+from ejkernel.kernels.grouped_matmul import triton as triton_gpu
 from ejkernel.kernels.grouped_matmul.config import GroupedMatmulConfig
 from ejkernel.kernels.grouped_matmul.inputs import Inputs, Spec
-from ejkernel.kernels.grouped_matmul.triton_gpu_plan import layout, most_tiles, tile_list
+from ejkernel.kernels.grouped_matmul.triton.plan import layout, most_tiles, tile_list
 from ejkernel.kernels.grouped_matmul.workloads import WORKLOADS
 from ejkernel.modules import grouped_matmul
 from ejkernel.ops import executor
@@ -180,7 +181,7 @@ def test_on_a_cpu_it_is_refused_in_words():
     if jax.default_backend() == "gpu":
         pytest.skip("this machine has a GPU")
     rows, weights = jnp.ones((8, 16)), jnp.ones((2, 16, 16))
-    with pytest.raises(UnsupportedError, match="platform='triton' cannot serve this call"):
+    with pytest.raises(UnsupportedError, match="platform='triton' does not support this call"):
         grouped_matmul(rows, weights, group_sizes=jnp.array([4, 4]), platform="triton")
     assert SOURCE.backend is Backend.GPU
 

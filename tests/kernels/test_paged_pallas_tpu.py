@@ -9,11 +9,11 @@ from tiers import quick
 
 from ejkernel import settings
 from ejkernel.cli.oracle import VALUE_FLOOR, Truth, with_dtype
-from ejkernel.kernels.common.tpu_memory import core_of
+from ejkernel.kernels.common.mosaic_tpu.memory import core_of
 from ejkernel.kernels.ragged_page_attention_v3 import pallas_tpu
 from ejkernel.kernels.ragged_page_attention_v3.inputs import Inputs, Spec
-from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_cache import cache_of
-from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_items import items
+from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu.cache import cache_of
+from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu.items import items
 from ejkernel.kernels.ragged_page_attention_v3.workloads import ragged
 from ejkernel.kernels.ragged_page_attention_v3_update import pallas_tpu_write
 from ejkernel.modules import (

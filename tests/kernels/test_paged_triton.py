@@ -18,11 +18,11 @@ from kernels.triton_testing import H200, needs_triton
 
 from ejkernel.cli.oracle import VALUE_FLOOR
 from ejkernel.errors import UnsupportedError
-from ejkernel.kernels.common import triton_bridge
-from ejkernel.kernels.ragged_page_attention_v3 import triton_gpu
+from ejkernel.kernels.common.triton import bridge as triton_bridge
+from ejkernel.kernels.ragged_page_attention_v3 import triton as triton_gpu
 from ejkernel.kernels.ragged_page_attention_v3.inputs import Inputs, Spec
-from ejkernel.kernels.ragged_page_attention_v3.triton_gpu_plan import plan
-from ejkernel.kernels.ragged_page_attention_v3.triton_gpu_shapes import Shape, shape_of
+from ejkernel.kernels.ragged_page_attention_v3.triton.configs import Shape, shape_of
+from ejkernel.kernels.ragged_page_attention_v3.triton.operands import plan
 from ejkernel.modules import ragged_page_attention_v3, ragged_page_attention_v3_update
 from ejkernel.ops import executor, kernel_registry
 from ejkernel.ops.executor import Request
@@ -328,7 +328,7 @@ def test_temporary_memory_follows_the_grid_and_not_the_table():
         inputs = structure(64, 64, width)
         params = triton_gpu.IMPLEMENTATION.forward.heuristic(inputs, spec, H200)
         with triton_bridge.collected() as calls:
-            jax.eval_shape(lambda inputs: triton_gpu.forward(inputs, spec, params), inputs)
+            jax.eval_shape(lambda inputs: triton_gpu.run_forward(inputs, spec, params), inputs)
         attend, combine = calls
         assert len(combine.outputs) == 2
         return [x.shape for x in attend.outputs[2:]]
@@ -369,5 +369,5 @@ def test_it_says_what_it_cannot_do():
 def test_on_a_cpu_it_is_refused_in_words():
     if jax.default_backend() == "gpu":
         pytest.skip("this machine has a GPU")
-    with pytest.raises(UnsupportedError, match="platform='triton' cannot serve this call"):
+    with pytest.raises(UnsupportedError, match="platform='triton' does not support this call"):
         ragged_page_attention_v3(QUERY, KEYS, VALUES, CU_Q, CU_K, TABLE, platform="triton")

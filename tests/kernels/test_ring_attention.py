@@ -273,7 +273,7 @@ def test_gradients_inside_a_mesh_around_the_call():
         ({"axis_name": "sp", "mesh": RING, "in_specs": (P(),) * 3}, "must be split over 'sp'"),
         ({"chunk_size": 0}, "chunk_size must be a positive int, got 0"),
         ({"sliding_window": -2}, "sliding_window must not be negative"),
-        ({"platform": "triton"}, "platform='triton' cannot serve"),
+        ({"platform": "triton"}, "platform='triton' does not support"),
     ],
 )
 def test_a_mistake_is_named(arguments, message):

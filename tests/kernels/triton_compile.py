@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from kernels.triton_programs import collected, compile_calls
 
 from ejkernel.kernels.common.dropout import Dropout
-from ejkernel.kernels.flash_attention import triton_gpu
+from ejkernel.kernels.flash_attention import triton as triton_gpu
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
 from ejkernel.types.rules import Band, Dense, Segments
 
@@ -56,12 +56,12 @@ def call(name):
 def launches(inputs, spec, params, backward):
     def run(inputs):
         if not backward:
-            return triton_gpu.forward(inputs, spec, params)
+            return triton_gpu.run_forward(inputs, spec, params)
         b, t, n, _ = inputs.query.shape
         outputs = Outputs(
             jnp.zeros((b, t, n, inputs.value.shape[3]), inputs.query.dtype), jnp.zeros((b, n, t))
         )
-        return triton_gpu.backward(inputs, outputs, outputs, spec, params)
+        return triton_gpu.run_backward(inputs, outputs, outputs, spec, params)
 
     return collected(run, inputs)
 

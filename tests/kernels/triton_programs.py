@@ -6,7 +6,7 @@ import sys
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from ejkernel.kernels.common import triton_bridge
+from ejkernel.kernels.common.triton import bridge as triton_bridge
 from ejkernel.ops.platform import Device
 
 _KINDS = {80: "NVIDIA A100", 90: "NVIDIA H200", 100: "NVIDIA B200"}

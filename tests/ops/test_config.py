@@ -43,7 +43,7 @@ def test_parameters_have_the_documented_fields():
     launch = ["num_warps", "num_stages"]
     keys = ["blocksize_heads", "blocksize_keys", "num_key_splits"]
     assert names(FwdParams) == common + keys + launch
-    assert names(BwdParams) == [*common, *launch, "ordered"]
+    assert names(BwdParams) == [*common, *launch, "deterministic"]
     assert set(dataclasses.asdict(FwdParams()).values()) == {None}
 
 
@@ -54,10 +54,14 @@ def test_a_parameter_is_positive(kind, value):
         kind(num_warps=value)
 
 
-def test_whether_gradients_are_ordered_is_a_bool(as_a_user_calls):
-    assert BwdParams.from_json(BwdParams(ordered=False).to_json()) == BwdParams(ordered=False)
-    with pytest.raises(ValueError, match=r"^BwdParams: ordered must be a bool or None, got 1"):
-        BwdParams(ordered=1)
+def test_whether_gradients_are_deterministic_is_a_bool(as_a_user_calls):
+    assert BwdParams.from_json(BwdParams(deterministic=False).to_json()) == BwdParams(
+        deterministic=False
+    )
+    with pytest.raises(
+        ValueError, match=r"^BwdParams: deterministic must be a bool or None, got 1"
+    ):
+        BwdParams(deterministic=1)
 
 
 @pytest.mark.parametrize("kind", [FwdParams, BwdParams])

@@ -15,7 +15,7 @@ from ejkernel.errors import TuningWarning
 from ejkernel.kernels.flash_attention import OP, xla
 from ejkernel.kernels.flash_attention.config import FlashAttentionConfig
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
-from ejkernel.kernels.ragged_page_attention_v3 import triton_gpu_shapes
+from ejkernel.kernels.ragged_page_attention_v3.triton import configs as triton_gpu_shapes
 from ejkernel.ops import AutotunePolicy, ConfigCache, ConfigSelectorChain, Executor, Tuner
 from ejkernel.ops import tuner as tuners
 from ejkernel.ops.config import BwdParams, Config, FwdParams
@@ -166,7 +166,7 @@ def test_tuning_finds_the_best_of_each_pass():
 
 def test_a_candidate_that_is_wrong_is_never_timed():
     def wrong(inputs, spec, params):
-        out, lse = xla.forward(inputs, spec, params)[0]
+        out, lse = xla.run_forward(inputs, spec, params)[0]
         return Outputs(out + 0.1, lse), Outputs(out + 0.1, lse)
 
     op = two_ways([], wrong)
@@ -209,7 +209,7 @@ def test_one_platform_alone_is_still_compared_with_xla():
 
     def wrong(inputs, spec, params):
         assert inputs.query.dtype == jnp.bfloat16
-        out, lse = xla.forward(inputs, spec, params)[0]
+        out, lse = xla.run_forward(inputs, spec, params)[0]
         return Outputs(out + 0.1, lse), Outputs(out + 0.1, lse)
 
     narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), INPUTS)

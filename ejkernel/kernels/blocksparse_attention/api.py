@@ -80,7 +80,7 @@ def blocksparse_attention(
             not after the query.
         softmax_scale: by default `head_dim ** -0.5`.
         logits_soft_cap: bound of the logits.
-        platform: "xla", "pallas", "triton", or None for the best that can serve the call.
+        platform: "xla", "pallas", "triton", or None for the best that supports the call.
         cfg: blocks of the kernel; by default chosen for the call.
         mesh: run under `shard_map` over this mesh.
         in_specs: with `mesh`, the specs of query, key and value; the others follow from them.
@@ -91,7 +91,7 @@ def blocksparse_attention(
 
     Raises:
         ValueError: the arguments do not fit each other.
-        UnsupportedError: the platform that was asked for cannot serve the call.
+        UnsupportedError: the requested platform does not support the call.
 
     >>> import jax.numpy as jnp
     >>> from ejkernel.modules import blocksparse_attention

@@ -82,7 +82,7 @@ def attend(
         dropout_seed: an integer; the bits depend on it and on (batch, head, query, key) alone, not
             on platform, blocks or sharding. By default 0.
         return_lse: also return the log-sum-exp.
-        platform: "xla", "pallas", "triton", "cuda", or None for the best that can serve the call.
+        platform: "xla", "pallas", "triton", "cuda", or None for the best that supports the call.
         cfg: blocks and launch parameters; by default chosen for the call.
         mesh: run under `shard_map` over this mesh.
         in_specs: with `mesh`, the specs of query, key and value; the others follow from them.
@@ -96,7 +96,7 @@ def attend(
 
     Raises:
         ValueError: the arguments do not fit each other.
-        UnsupportedError: the platform that was asked for cannot serve the call.
+        UnsupportedError: the requested platform does not support the call.
 
     >>> import jax.numpy as jnp
     >>> from ejkernel.modules import flash_attention

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.common import carry as carries
-from ejkernel.kernels.common import recurrence_step
-from ejkernel.kernels.common.recurrence_grid import Grid, in_turn
-from ejkernel.kernels.common.recurrence_step import Chunk
+from ejkernel.kernels.gla_attention import recurrence_step
 from ejkernel.kernels.gla_attention.config import GLAttentionConfig
 from ejkernel.kernels.gla_attention.inputs import Inputs, Outputs, Spec, sequences
-from ejkernel.ops.implementation import Implementation, Pass
+from ejkernel.kernels.gla_attention.recurrence_grid import Grid, in_turn
+from ejkernel.kernels.gla_attention.recurrence_step import Chunk
+from ejkernel.ops.implementation import ALL_FEATURES, Implementation, Pass
 from ejkernel.ops.platform import Device
 
 # Numbers that a step works on, states and faded keys and queries, so that they stay in the cache of
@@ -212,6 +212,8 @@ def _candidates(inputs: Inputs, spec: Spec, device: Device) -> list[GLAttentionC
 
 
 IMPLEMENTATION = Implementation(
-    forward=Pass(run=forward, heuristic=_heuristic, candidates=_candidates),
-    backward=Pass(run=backward, heuristic=_heuristic, candidates=_candidates),
+    forward=Pass(run=forward, features=ALL_FEATURES, heuristic=_heuristic, candidates=_candidates),
+    backward=Pass(
+        run=backward, features=ALL_FEATURES, heuristic=_heuristic, candidates=_candidates
+    ),
 )

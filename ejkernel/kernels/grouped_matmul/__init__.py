@@ -11,8 +11,8 @@ OP = Op(
     outputs=Outputs,
     reference="ejkernel.kernels.grouped_matmul.reference",
     sources=[
-        Source(Platform.PALLAS, Backend.GPU, "ejkernel.kernels.grouped_matmul.pallas_gpu"),
-        Source(Platform.TRITON, Backend.GPU, "ejkernel.kernels.grouped_matmul.triton_gpu"),
+        Source(Platform.PALLAS, Backend.GPU, "ejkernel.kernels.grouped_matmul.pallas_sm90"),
+        Source(Platform.TRITON, Backend.GPU, "ejkernel.kernels.grouped_matmul.triton"),
         Source(Platform.PALLAS, Backend.TPU, "ejkernel.kernels.grouped_matmul.pallas_tpu"),
         Source(Platform.XLA, Backend.ANY, "ejkernel.kernels.grouped_matmul.xla"),
     ],

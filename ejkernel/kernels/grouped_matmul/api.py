@@ -62,7 +62,7 @@ def grouped_matmul(
             first `group_sizes[0]` rows belong to group 0, the next to group 1, and so on.
         transpose_rhs: the weights are `[groups, n, k]`.
         preferred_element_type: dtype of the output, by default that of the inputs.
-        platform: "xla", "pallas", "triton", "cuda", or None for the best that can serve the call.
+        platform: "xla", "pallas", "triton", "cuda", or None for the best that supports the call.
         cfg: tiles and launch parameters; by default chosen for the call.
         mesh: run under `shard_map` over this mesh.
         in_specs: with `mesh`, the specs of inputs, weights and group_ids (or group_sizes). Split
@@ -74,7 +74,7 @@ def grouped_matmul(
 
     Raises:
         ValueError: the arguments do not fit each other.
-        UnsupportedError: the platform that was asked for cannot serve the call.
+        UnsupportedError: the requested platform does not support the call.
 
     >>> import jax.numpy as jnp
     >>> from ejkernel.modules import grouped_matmul

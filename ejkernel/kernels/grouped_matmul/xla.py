@@ -19,7 +19,7 @@ from ejkernel.kernels.common.precision import precision
 from ejkernel.kernels.grouped_matmul.config import GroupedMatmulConfig
 from ejkernel.kernels.grouped_matmul.inputs import Inputs, Outputs, Spec
 from ejkernel.kernels.grouped_matmul.layout import Layout, sorted_backward, sorted_forward
-from ejkernel.ops.implementation import Implementation, Pass
+from ejkernel.ops.implementation import ALL_FEATURES, Implementation, Pass
 from ejkernel.ops.platform import Device
 
 
@@ -161,6 +161,8 @@ def _candidates(inputs: Inputs, spec: Spec, device: Device) -> list[GroupedMatmu
 
 
 IMPLEMENTATION = Implementation(
-    forward=Pass(run=forward, heuristic=_heuristic, candidates=_candidates),
-    backward=Pass(run=backward, heuristic=_heuristic, candidates=_candidates),
+    forward=Pass(run=forward, features=ALL_FEATURES, heuristic=_heuristic, candidates=_candidates),
+    backward=Pass(
+        run=backward, features=ALL_FEATURES, heuristic=_heuristic, candidates=_candidates
+    ),
 )

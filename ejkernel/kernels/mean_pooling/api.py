@@ -42,7 +42,7 @@ def mean_pooling(
             are. It weighs nothing and has no gradient.
         cu_seqlens: `[0, l1, l1 + l2, ...]`: the packed sequences. Tokens past the last count for
             nothing.
-        platform: "xla", "pallas", "triton", "cuda", or None for the best that can serve the call.
+        platform: "xla", "pallas", "triton", "cuda", or None for the best that supports the call.
         cfg: blocks and launch parameters; by default chosen for the call.
         mesh: run under `shard_map` over this mesh; batch and hidden may be split.
         in_specs: with `mesh`, the spec of x, and if wanted that of attention_mask.
@@ -53,7 +53,7 @@ def mean_pooling(
 
     Raises:
         ValueError: the arguments do not fit each other.
-        UnsupportedError: the platform that was asked for cannot serve the call.
+        UnsupportedError: the requested platform does not support the call.
 
     >>> import jax.numpy as jnp
     >>> from ejkernel.modules import mean_pooling

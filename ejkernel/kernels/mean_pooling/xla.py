@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ejkernel.kernels.common import carry
 from ejkernel.kernels.mean_pooling.config import MeanPoolingConfig
 from ejkernel.kernels.mean_pooling.inputs import Inputs, Outputs, Spec
-from ejkernel.ops.implementation import Implementation, Pass
+from ejkernel.ops.implementation import ALL_FEATURES, Implementation, Pass
 from ejkernel.ops.platform import Device
 
 
@@ -128,6 +128,6 @@ def _candidates(inputs: Inputs, spec: Spec, device: Device) -> list[MeanPoolingC
 
 
 IMPLEMENTATION = Implementation(
-    forward=Pass(run=forward, heuristic=_heuristic, candidates=_candidates),
-    backward=Pass(run=backward, heuristic=_heuristic),
+    forward=Pass(run=forward, features=ALL_FEATURES, heuristic=_heuristic, candidates=_candidates),
+    backward=Pass(run=backward, features=ALL_FEATURES, heuristic=_heuristic),
 )

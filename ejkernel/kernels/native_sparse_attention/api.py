@@ -81,7 +81,7 @@ def native_sparse_attention(
             included; without it there is no window branch.
         softmax_scale: by default `head_dim ** -0.5`.
         return_block_indices: also return the blocks, for another call.
-        platform: "xla", "pallas", "triton", "cuda", or None for the best that can serve the call.
+        platform: "xla", "pallas", "triton", "cuda", or None for the best that supports the call.
         cfg: tiles and launch parameters; by default chosen for the call.
         mesh: run under `shard_map` over this mesh.
         in_specs: with `mesh`, the specs of query, key and value, and of gates if they are to be
@@ -97,7 +97,7 @@ def native_sparse_attention(
 
     Raises:
         ValueError: the arguments do not fit each other.
-        UnsupportedError: the platform that was asked for cannot serve the call.
+        UnsupportedError: the requested platform does not support the call.
 
     >>> import jax.numpy as jnp
     >>> from ejkernel.modules import native_sparse_attention

@@ -15,7 +15,7 @@ from ejkernel.kernels.native_sparse_attention.inputs import (
     Spec,
 )
 from ejkernel.kernels.native_sparse_attention.xla_dense import Dense
-from ejkernel.ops.implementation import Implementation, Pass
+from ejkernel.ops.implementation import ALL_FEATURES, Implementation, Pass
 from ejkernel.ops.platform import Device
 
 _ROWS_OF_A_TILE = 512
@@ -117,6 +117,6 @@ def candidates(inputs: Inputs, spec: Spec, device: Device) -> Sequence[NativeSpa
 
 
 IMPLEMENTATION = Implementation(
-    forward=Pass(run=forward, heuristic=heuristic, candidates=candidates),
-    backward=Pass(run=backward, heuristic=heuristic, candidates=candidates),
+    forward=Pass(run=forward, features=ALL_FEATURES, heuristic=heuristic, candidates=candidates),
+    backward=Pass(run=backward, features=ALL_FEATURES, heuristic=heuristic, candidates=candidates),
 )

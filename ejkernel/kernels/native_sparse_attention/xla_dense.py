@@ -21,13 +21,13 @@ class Dense(NamedTuple):
 
     def forward(self, spec: Spec) -> Branch:
         """Output and log-sum-exp."""
-        outputs, _ = flash_xla.forward(self.inputs, _flash(spec), None)
+        outputs, _ = flash_xla.run_forward(self.inputs, _flash(spec), None)
         return Branch(*outputs)
 
     def backward(self, branch: Branch, d_out: jax.Array, spec: Spec) -> tuple[jax.Array, ...]:
         """Gradients of query, key and value."""
         d_outputs = flash.Outputs(d_out, jnp.zeros_like(branch.lse))
-        d_query, d_key, d_value, *_ = flash_xla.backward(
+        d_query, d_key, d_value, *_ = flash_xla.run_backward(
             self.inputs, flash.Outputs(*branch), d_outputs, _flash(spec), None
         )
         if self.pools is None:

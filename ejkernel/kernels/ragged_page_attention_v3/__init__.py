@@ -11,9 +11,7 @@ OP = Op(
     outputs=Outputs,
     reference="ejkernel.kernels.ragged_page_attention_v3.reference",
     sources=[
-        Source(
-            Platform.TRITON, Backend.GPU, "ejkernel.kernels.ragged_page_attention_v3.triton_gpu"
-        ),
+        Source(Platform.TRITON, Backend.GPU, "ejkernel.kernels.ragged_page_attention_v3.triton"),
         Source(
             Platform.PALLAS, Backend.TPU, "ejkernel.kernels.ragged_page_attention_v3.pallas_tpu"
         ),

@@ -16,7 +16,7 @@ OP = Op(
         Source(
             Platform.TRITON,
             Backend.GPU,
-            "ejkernel.kernels.ragged_page_attention_v3_update.triton_gpu",
+            "ejkernel.kernels.ragged_page_attention_v3_update.triton",
         ),
         Source(
             Platform.PALLAS,

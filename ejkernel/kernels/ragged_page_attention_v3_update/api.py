@@ -8,11 +8,10 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import ArrayLike
 
-from ejkernel.kernels.common import paged_arguments as arguments
 from ejkernel.kernels.common.arguments import as_array
 from ejkernel.kernels.common.attention import sinks_per_head
-from ejkernel.kernels.common.paged import cache_axes
-from ejkernel.kernels.common.paged_arguments import Cache, Options, Sequences
+from ejkernel.kernels.common.paged import arguments, cache_axes
+from ejkernel.kernels.common.paged.arguments import Cache, Options, Sequences
 from ejkernel.kernels.ragged_page_attention_v3.api import (
     RAGGED,
     RAGGED_LSE,
@@ -93,7 +92,7 @@ def ragged_page_attention_v3_update(
         k_scale: what cached keys are multiplied with, a number or `[kv_heads]`; may be traced.
         v_scale: the same for values.
         return_lse: also return the log-sum-exp.
-        platform: "xla", "pallas", "triton", "cuda", or None for the best that can serve the call.
+        platform: "xla", "pallas", "triton", "cuda", or None for the best that supports the call.
         cfg: blocks and launch parameters; by default chosen for the call.
         mesh: run under `shard_map` over this mesh; heads can be split.
         in_specs: with `mesh`, the specs of query, key and value; the others follow from them.
@@ -107,7 +106,7 @@ def ragged_page_attention_v3_update(
 
     Raises:
         ValueError: the arguments do not fit each other.
-        UnsupportedError: the platform that was asked for cannot serve the call.
+        UnsupportedError: the requested platform does not support the call.
 
     >>> import jax.numpy as jnp
     >>> from ejkernel.modules import ragged_page_attention_v3_update

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from ejkernel.kernels.common.tpu_memory import core_of
+from ejkernel.kernels.common.mosaic_tpu.memory import core_of
 from ejkernel.kernels.ragged_page_attention_v3 import pallas_tpu as attention
-from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_cache import cache_of
+from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu.cache import cache_of
 from ejkernel.kernels.ragged_page_attention_v3_update.inputs import (
     LAYOUTS,
     Inputs,
@@ -25,7 +25,7 @@ from ejkernel.ops.platform import Device
 def forward(inputs: Inputs, spec: Spec, params: Any) -> tuple[Outputs, Residuals]:
     """Outputs, and the residuals among them."""
     pages = written(inputs, spec)
-    results, _ = attention.forward(reading_inputs(inputs, spec, *pages), spec, params)
+    results, _ = attention.run_forward(reading_inputs(inputs, spec, *pages), spec, params)
     _, outputs = LAYOUTS[spec.kv_layout]
     return outputs(*results, *pages), Residuals(*results)
 
@@ -56,6 +56,19 @@ def _reading(inputs: Inputs, spec: Spec) -> Any:
     return reading_inputs(inputs, spec, inputs.key_pages, inputs.value_pages)
 
 
+_FEATURES = frozenset(
+    {
+        "k_scale",
+        "kv_layout",
+        "logits_soft_cap",
+        "sinks",
+        "sliding_window",
+        "v_scale",
+    }
+)
+
 IMPLEMENTATION = Implementation(
-    forward=Pass(run=forward, why_not=why_not, heuristic=heuristic, candidates=candidates),
+    forward=Pass(
+        run=forward, features=_FEATURES, why_not=why_not, heuristic=heuristic, candidates=candidates
+    ),
 )

@@ -15,10 +15,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel import settings
+from ejkernel.kernels.common.mosaic_tpu.memory import MEBIBYTE, core_of, vmem_bytes
 from ejkernel.kernels.common.paged import cache_axes, stored
-from ejkernel.kernels.common.tpu_memory import MEBIBYTE, core_of, vmem_bytes
-from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_cache import cache_of
-from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu_copies import in_pieces
+from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu.cache import cache_of
+from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu.copies import in_pieces
 from ejkernel.kernels.ragged_page_attention_v3_update.inputs import Inputs, Spec, reading_inputs
 from ejkernel.ops.platform import Device, device_of
 

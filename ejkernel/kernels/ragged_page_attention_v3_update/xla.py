@@ -16,7 +16,7 @@ from ejkernel.kernels.ragged_page_attention_v3_update.inputs import (
     Spec,
     reading_inputs,
 )
-from ejkernel.ops.implementation import Implementation, Pass
+from ejkernel.ops.implementation import ALL_FEATURES, Implementation, Pass
 
 
 class Residuals(NamedTuple):
@@ -36,7 +36,7 @@ class _Place(NamedTuple):
 def forward(inputs: Inputs, spec: Spec, params: Any) -> tuple[Outputs, Residuals]:
     """Outputs, and the residuals among them."""
     pages = written(inputs, spec)
-    results, _ = attention.forward(reading_inputs(inputs, spec, *pages), spec, params)
+    results, _ = attention.run_forward(reading_inputs(inputs, spec, *pages), spec, params)
     _, outputs = LAYOUTS[spec.kv_layout]
     return outputs(*results, *pages), Residuals(*results)
 
@@ -127,6 +127,6 @@ def _heuristic(inputs: Inputs, spec: Spec, device: Any) -> Any:
 
 
 IMPLEMENTATION = Implementation(
-    forward=Pass(run=forward, heuristic=_heuristic),
-    backward=Pass(run=backward, heuristic=_heuristic),
+    forward=Pass(run=forward, features=ALL_FEATURES, heuristic=_heuristic),
+    backward=Pass(run=backward, features=ALL_FEATURES, heuristic=_heuristic),
 )

@@ -53,7 +53,7 @@ def recurrent_attention(
             own. Tokens past the last give 0.
         softmax_scale: by default `head_dim ** -0.5`.
         reverse: run from the last token to the first.
-        platform: "xla", "pallas", "triton", "cuda", or None for the best that can serve the call.
+        platform: "xla", "pallas", "triton", "cuda", or None for the best that supports the call.
         cfg: blocks and launch parameters; by default chosen for the call.
         mesh: run under `shard_map` over this mesh; batch and heads may be split.
         in_specs: with `mesh`, the specs of query, key and value, and if wanted that of gate; the
@@ -66,7 +66,7 @@ def recurrent_attention(
 
     Raises:
         ValueError: the arguments do not fit each other.
-        UnsupportedError: the platform that was asked for cannot serve the call.
+        UnsupportedError: the requested platform does not support the call.
 
     >>> import jax.numpy as jnp
     >>> from ejkernel.modules import recurrent_attention

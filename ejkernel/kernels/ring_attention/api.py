@@ -78,7 +78,7 @@ def ring_attention(
         chunk_size: query and key must lie in the same chunk of this many positions, and the key
             not after the query.
         logits_soft_cap: bound of the logits.
-        platform: "xla", "pallas", or None for the best that can serve the call.
+        platform: "xla", "pallas", or None for the best that supports the call.
         cfg: blocks of a hop's attention; by default chosen for the call.
         mesh: the mesh whose axis is the ring.
         in_specs: with a mesh, the specs of query, key and value; by default only the sequence is
@@ -90,7 +90,7 @@ def ring_attention(
 
     Raises:
         ValueError: the arguments do not fit each other or the mesh.
-        UnsupportedError: the platform that was asked for cannot serve the call.
+        UnsupportedError: the requested platform does not support the call.
 
     >>> import jax, jax.numpy as jnp
     >>> from ejkernel.modules import ring_attention

@@ -34,7 +34,7 @@ def _attend(
     inputs: flash.Inputs, spec: flash.Spec, params: Any, ahead: Any
 ) -> tuple[flash.Outputs, Any]:
     meeting = _Meeting(ahead)
-    part, _ = pallas_tpu.forward(inputs, spec, params, jnp.float32, meeting)
+    part, _ = pallas_tpu.run_forward(inputs, spec, params, jnp.float32, meeting)
     return part, meeting.ahead
 
 
@@ -49,7 +49,7 @@ def _differentiate(
     if inputs.sinks is not None:
         inputs = inputs._replace(sinks=inputs.sinks.astype(jnp.float32))
     meeting = _Meeting(ahead)
-    part = pallas_tpu.backward(inputs, residuals, d_outputs, spec, params, jnp.float32, meeting)
+    part = pallas_tpu.run_backward(inputs, residuals, d_outputs, spec, params, jnp.float32, meeting)
     return part, meeting.ahead
 
 
@@ -65,10 +65,28 @@ def _why_not(of_hop: Pass, inputs: Inputs, spec: Spec, device: Device) -> str | 
 def _pass(of_hop: Pass, run: Any) -> Pass:
     return Pass(
         run=run,
+        features=_FEATURES,
         why_not=functools.partial(_why_not, of_hop),
         heuristic=functools.partial(ring.params, of_hop),
     )
 
+
+_FEATURES = frozenset(
+    {
+        "axis_name",
+        "bias",
+        "causal",
+        "chunks",
+        "lengths",
+        "logits_soft_cap",
+        "mask",
+        "segments",
+        "sinks",
+        "token_types",
+        "union",
+        "window",
+    }
+)
 
 IMPLEMENTATION = Implementation(
     forward=_pass(cast(Pass, _FLASH.forward), functools.partial(ring.forward, _attend)),

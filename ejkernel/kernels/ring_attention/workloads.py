@@ -1,5 +1,7 @@
 """Named calls on one device; what a ring adds is tested where there are several."""
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 
 from ejkernel.kernels.ring_attention.config import RingAttentionConfig
@@ -22,6 +24,14 @@ def _arrays(queries: int, keys: int, head_dim: int, value_dim: int) -> dict[str,
     }
 
 
+def _mask(change: Callable[[MaskInfo], MaskInfo]) -> Draw:
+    """A mask of one segment and some padding, changed."""
+    ids = jnp.repeat(jnp.array([[0, 0, -1]]), 16, 1)
+    return value(lambda: change(MaskInfo.from_segments(ids)))
+
+
+_TYPES = jnp.arange(48)[None] // 5 % 3
+
 WORKLOADS = (
     Workload("plain", _ARRAYS),
     Workload("causal", _ARRAYS | {"causal": True, "causal_offset": 3}),
@@ -40,6 +50,21 @@ WORKLOADS = (
             "attention_mask": boolean(2, 48, chance=0.8),
         },
     ).core(),
+    Workload(
+        "lengths",
+        _ARRAYS
+        | {
+            "mask_info": _mask(
+                lambda m: m.apply_kv_lengths(jnp.array([31])).apply_token_type_ids(
+                    _TYPES, combine="intersect"
+                )
+            )
+        },
+    ),
+    Workload(
+        "union",
+        _ARRAYS | {"mask_info": _mask(lambda m: m.apply_causal().apply_token_type_ids(_TYPES))},
+    ),
     Workload("one_token", _arrays(1, 1, 40, 60) | {"causal": True}),
     Workload(
         "odd_lengths",

@@ -6,11 +6,13 @@ from typing import Any
 import jax.numpy as jnp
 
 from ejkernel.kernels.flash_attention import inputs as flash
-from ejkernel.kernels.flash_attention import xla, xla_backward, xla_forward
+from ejkernel.kernels.flash_attention import xla
+from ejkernel.kernels.flash_attention.xla import backward as xla_backward
+from ejkernel.kernels.flash_attention.xla import forward as xla_forward
 from ejkernel.kernels.ring_attention import ring
 from ejkernel.kernels.ring_attention.inputs import Outputs
 from ejkernel.ops.config import BwdParams, FwdParams
-from ejkernel.ops.implementation import Implementation, Pass
+from ejkernel.ops.implementation import ALL_FEATURES, Implementation, Pass
 
 
 def _attend(
@@ -46,10 +48,12 @@ def _blocks(params: FwdParams | BwdParams) -> tuple[Any, Any]:
 IMPLEMENTATION = Implementation(
     forward=Pass(
         run=functools.partial(ring.forward, _attend),
+        features=ALL_FEATURES,
         heuristic=functools.partial(ring.params, xla.IMPLEMENTATION.forward),
     ),
     backward=Pass(
         run=functools.partial(ring.backward, _differentiate),
+        features=ALL_FEATURES,
         heuristic=functools.partial(ring.params, xla.IMPLEMENTATION.backward),
     ),
 )

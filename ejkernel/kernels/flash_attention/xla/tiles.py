@@ -1,0 +1,333 @@
+"""How a call is cut into tiles, and what the mask, the bias and dropout are in one tile.
+
+A tile is a block of queries against a block of keys, for some batch rows and heads at once: a unit.
+The query heads that share a key head stand below each other as rows of one matrix, so that keys are
+never repeated.
+
+    query tile   [lanes, group * tile_q, dim]      lanes = rows * heads
+    key tile     [lanes, tile_k, dim]
+    logits       [rows, heads, group, tile_q, tile_k]; transposed, tile_k comes before group
+
+Tiles are cut from the arrays as they come, inside the loops: rearranging a whole array costs more
+than all its tiles, most of it for fresh memory. Not so where blocks are small and listed one by
+one: there several blocks of a list stand side by side in one tile, which is then about as fast as
+one large block, and what they are cut from is stored head by head.
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.kernels.common import dropout
+from ejkernel.kernels.flash_attention.inputs import Inputs, Spec
+from ejkernel.kernels.flash_attention.xla.blocks import (
+    add,
+    add_blocks,
+    blocks_of,
+    cut,
+    first_time,
+    joined,
+    pad,
+    positions,
+    update,
+)
+from ejkernel.types.block_map import FULL, BlockList, block_map
+from ejkernel.types.rules import Everything
+
+# Logits in one tile: more leaves the cache of a CPU, and costs memory without gaining speed.
+_LARGEST_TILE = 1 << 21
+# Blocks of a list are put together up to this many queries or keys, and up to this many blocks.
+_GATHERED, _MOST_GATHERED = 256, 8
+
+
+class Unit(NamedTuple):
+    """Where a unit begins: its first batch row, its first query head, its first key head."""
+
+    row: Any
+    head: Any
+    key: Any
+
+
+class Tiles:
+    """The tiles of one call: their geometry (static), which to visit, and what stands in them.
+
+    Which block of queries `i` and of keys `j` a method is asked for is a number, or several in a
+    tuple: those that a step of a loop gathers into one tile.
+    """
+
+    def __init__(
+        self, inputs: Inputs, spec: Spec, block_q: int, block_k: int, over: Literal["q", "k"]
+    ):
+        self.spec, self.dropout = spec, inputs.dropout
+        self.rule = rule = inputs.mask or Everything()
+        batch, self.q_len, self.q_heads, _ = inputs.query.shape
+        self.kv_len, kv_heads = inputs.key.shape[1:3]
+        self.block_q, self.block_k = min(block_q, self.q_len), min(block_k, self.kv_len)
+        self.q_blocks, self.k_blocks = -(-self.q_len // block_q), -(-self.kv_len // block_k)
+        # A single block is visited whatever the mask, and without a mask all of them are.
+        self.single = self.q_blocks == self.k_blocks == 1
+        self.map = None
+        if not (self.single or isinstance(rule, Everything)):
+            self.map = block_map(rule, self.q_len, self.kv_len, self.block_q, self.block_k)
+        self.tile_q, self.tile_k = self.block_q, self.block_k
+        if over == "q":
+            self.tile_q *= _gathered(self.map and self.map.columns, self.block_q)
+        else:
+            self.tile_k *= _gathered(self.map and self.map.rows, self.block_k)
+        # Batch rows and heads share a tile if they share the mask, as many as fit.
+        apart = rule.heads > 1
+        self.group, heads = (1, 1) if apart else (self.q_heads // kv_heads, kv_heads)
+        area = self.group * self.tile_q * self.tile_k
+        self.heads = _largest_divisor(heads, _LARGEST_TILE // area)
+        together = not (apart or rule.batched) and self.heads == kv_heads
+        self.rows = _largest_divisor(batch, _LARGEST_TILE // (area * heads)) if together else 1
+        self.units = batch * self.q_heads // (self.rows * self.heads * self.group)
+        self.units_per_key = self.q_heads // kv_heads // self.group
+        self.ragged = self.kv_len % self.block_k != 0
+        # Varies over every mesh axis that some input varies over, inside shard_map; holds no data.
+        leaves = jax.tree.leaves(inputs)
+        self._anchor = sum(lax.full_like(x, 0, shape=(), dtype=jnp.int32) for x in leaves)
+        self.bias = inputs.bias
+        if self.bias is not None:
+            for axis, pad in ((2, self.pad_queries), (3, self.pad_keys)):
+                self.bias = self.bias if self.bias.shape[axis] == 1 else pad(self.bias, axis)
+
+    def unit(self, index: Any) -> Unit:
+        """Where the unit of this index begins."""
+        row, head = divmod(index, self.q_heads // (self.heads * self.group))
+        key = head * self.heads // self.units_per_key
+        return Unit(row * self.rows, head * self.heads * self.group, key)
+
+    def full(self, shape: tuple[int, ...], value: Any, dtype: Any) -> jax.Array:
+        """A constant that loops over tiles can carry."""
+        return lax.full_like(self._anchor, value, shape=shape, dtype=dtype)
+
+    def pad_queries(self, x: jax.Array, axis: int = 1, fill: float = 0.0) -> jax.Array:
+        """`x` with a whole number of query blocks along `axis`."""
+        return pad(x, axis, self.q_blocks * self.block_q, fill)
+
+    def pad_keys(self, x: jax.Array, axis: int = 1) -> jax.Array:
+        """`x` with a whole number of key blocks along `axis`."""
+        return pad(x, axis, self.k_blocks * self.block_k, 0.0)
+
+    def source_of_queries(self, x: jax.Array) -> jax.Array:
+        """[b, t, n, d], padded, as `queries` cuts it."""
+        x = self.pad_queries(x)
+        return jnp.swapaxes(x, 1, 2) if self.tile_q > self.block_q else x
+
+    def source_of_keys(self, x: jax.Array) -> jax.Array:
+        """[b, s, k, d], padded, as `keys` cuts it."""
+        x = self.pad_keys(x)
+        return jnp.swapaxes(x, 1, 2) if self.tile_k > self.block_k else x
+
+    def queries(self, x: jax.Array, unit: Unit, i: Any) -> jax.Array:
+        """The query tile [lanes, group * tile_q, d] of [b, t, n, d]."""
+        return self._cut(x, unit.row, i, self.block_q, unit.head, self.group)
+
+    def keys(self, x: jax.Array, unit: Unit, j: Any) -> jax.Array:
+        """The key tile [lanes, tile_k, d] of [b, s, k, d]."""
+        return self._cut(x, unit.row, j, self.block_k, unit.key, 1)
+
+    def per_row(self, x: jax.Array, unit: Unit, i: Any) -> jax.Array:
+        """The part of [b, n, t], a number for each row of logits, in a tile: [lanes, 1, rows]."""
+        size = (self.rows, self.heads * self.group, self.block_q)
+        parts = [cut(x, (unit.row, unit.head, at * self.block_q), size) for at in blocks_of(i)]
+        return joined(parts, 2).reshape(self.rows * self.heads, 1, -1)
+
+    def put_queries(self, x: jax.Array, tile: jax.Array, unit: Unit, i: Any) -> jax.Array:
+        """`x`, [b, t, n, d], with a query tile of a single block written to its place."""
+        tile = tile.reshape(self.rows, self.heads, self.group, self.block_q, -1)
+        tile = tile.transpose(0, 3, 1, 2, 4).reshape(self.rows, self.block_q, -1, x.shape[-1])
+        return update(x, tile, (unit.row, i * self.block_q, unit.head, 0))
+
+    def add_queries_t(self, x: jax.Array, tile: jax.Array, unit: Unit, i: Any) -> jax.Array:
+        """`x`, [b, n, d, t], with a transposed query tile [lanes, d, group * tile_q] added."""
+        tile = tile.reshape(self.rows, self.heads, -1, self.group, self.tile_q)
+        tile = tile.transpose(0, 1, 3, 2, 4).reshape(self.rows, -1, x.shape[2], self.tile_q)
+        return add_blocks(x, tile, 3, i, lambda at: (unit.row, unit.head, 0, at * self.block_q))
+
+    def add_keys(self, x: jax.Array, tile: jax.Array, unit: Unit, j: Any) -> jax.Array:
+        """`x`, [b, s, k, d], with a key tile added; written, where only one unit has it."""
+        tile = tile.reshape(self.rows, self.heads, self.block_k, -1).transpose(0, 2, 1, 3)
+        start = (unit.row, j * self.block_k, unit.key, 0)
+        return update(x, tile, start) if self.units_per_key == 1 else add(x, tile, start)
+
+    def over_keys(self, unit: Unit, i: Any, step: Callable[[Any, Any], Any], carry: Any) -> Any:
+        """`carry = step(j, carry)` until every key block that query block i may see was in a j."""
+        blocks = None if self.map is None else self.map.rows
+        gathered = self.tile_k // self.block_k
+        return _walk(blocks, self.k_blocks, gathered, unit, i, step, carry)
+
+    def over_queries(self, unit: Unit, j: Any, step: Callable[[Any, Any], Any], carry: Any) -> Any:
+        """`carry = step(i, carry)` until every query block that may see key block j was in an i."""
+        blocks = None if self.map is None else self.map.columns
+        gathered = self.tile_q // self.block_q
+        return _walk(blocks, self.q_blocks, gathered, unit, j, step, carry)
+
+    def logits(self, products: jax.Array, unit: Unit, i: Any, j: Any, transposed: bool = False):
+        """Scaled, biased and capped logits of a tile, from the products of queries and keys."""
+        rows = (self.group, self.tile_q)
+        shape = (self.tile_k, *rows) if transposed else (*rows, self.tile_k)
+        logits = products.reshape(self.rows, self.heads, *shape) * self.spec.softmax_scale
+        if self.bias is not None:
+            tile = self._bias_tile(unit, i, j)
+            heads = (1, 1) if tile.shape[1] == 1 else (self.heads, self.group)
+            tile = tile.reshape(tile.shape[0], *heads, *tile.shape[2:])
+            logits += _orient(tile, transposed).astype(logits.dtype)
+        if (cap := self.spec.logits_soft_cap) is not None:
+            logits = cap * jnp.tanh(logits / cap)
+        return logits
+
+    def add_to_bias(self, total: jax.Array, tile: jax.Array, unit: Unit, i: Any, j: Any):
+        """`total` with a transposed tile of gradients added, summed over the broadcast axes."""
+        b, n, t, s = self._bias_sizes
+        over = tuple(axis for axis, size in enumerate((b, n, s, n, t)) if size == 1)
+        tile = jnp.moveaxis(tile.sum(over, keepdims=True), 2, -1)
+        tile = tile.reshape(b, n, *tile.shape[-2:])
+        start = lambda at: self._bias_start(unit, at, j)
+        return add_blocks(total, tile, 2, 0 if t == 1 else i, start)
+
+    def add_to_heads(self, total: jax.Array, rows: jax.Array, unit: Unit) -> jax.Array:
+        """`total` [n] with what each row of a tile gives, [lanes, rows], added to its head."""
+        tile = rows.reshape(self.rows, self.heads, self.group, self.tile_q)
+        return add(total, tile.sum((0, 3)).reshape(-1), (unit.head,))
+
+    def visible(self, unit: Unit, i: Any, j: Any, transposed: bool = False) -> jax.Array | None:
+        """Which logits of a tile are visible, for its last axes; None when all of them are."""
+        if isinstance(self.rule, Everything) and not self.ragged:
+            return None
+        size = (self.block_q, self.block_k)
+
+        def evaluate() -> jax.Array:
+            rule = self.rule.row(unit.row).head(unit.head)
+            part = lambda a, b: rule.slice(a * size[0], size[0], b * size[1], size[1]).dense(*size)
+            strips = [joined([part(a, b)[0] for b in blocks_of(j)], 1) for a in blocks_of(i)]
+            mask = joined(strips, 0)
+            if self.ragged:
+                mask &= positions(j, size[1]) < self.kv_len
+            if isinstance(i, tuple):
+                mask &= first_time(i, size[0])[:, None]
+            if isinstance(j, tuple):
+                mask &= first_time(j, size[1])
+            # Flat, so that a transposed mask is also stored so, and later read in order.
+            return (mask.T if transposed else mask).reshape(-1) | (self._anchor > 0)
+
+        if self.single:
+            mask = evaluate()
+        else:
+            full = blocks_of(j)[-1] < self.k_blocks - self.ragged
+            if self.map is not None:
+                state = _pick(self.map.state, unit)
+                for a, b in itertools.product(blocks_of(i), blocks_of(j)):
+                    full &= state[a, b] == FULL
+            for blocks in (i, j):
+                if isinstance(blocks, tuple):
+                    full &= blocks[-1] != blocks[-2]
+            area = self.tile_q * self.tile_k
+            mask = lax.cond(full, lambda: self.full((area,), True, bool), evaluate)
+        tile = (self.tile_q, self.tile_k)
+        return mask.reshape((tile[1], 1, tile[0]) if transposed else tile)
+
+    def kept(self, unit: Unit, i: Any, j: Any, transposed: bool = False) -> jax.Array:
+        """Which logits of a tile survive dropout."""
+        seed, batch, head = self.dropout  # type: ignore[misc]
+        indices = (
+            cut(batch, (unit.row,), (self.rows,)).reshape(-1, 1, 1, 1, 1),
+            cut(head, (unit.head,), (self.heads * self.group,)).reshape(1, self.heads, -1, 1, 1),
+            positions(i, self.block_q).reshape(1, 1, 1, -1, 1),
+            positions(j, self.block_k).reshape(1, 1, 1, 1, -1),
+        )
+        indices = (_orient(index, transposed) for index in indices)
+        return dropout.keep(self.spec.dropout_prob, seed, *indices)
+
+    def per_head(self, x: jax.Array, unit: Unit) -> jax.Array:
+        """[1 or n], a number for each head -> one for each row of a tile."""
+        x = jnp.broadcast_to(x, (self.q_heads,))
+        x = cut(x, (unit.head,), (self.heads * self.group,)).reshape(1, self.heads, -1, 1)
+        x = jnp.broadcast_to(x, (self.rows, self.heads, self.group, self.block_q))
+        return x.reshape(self.rows * self.heads, -1)
+
+    def _cut(self, x: jax.Array, row: Any, blocks: Any, size: int, head: Any, group: int):
+        d = x.shape[-1]
+        if isinstance(blocks, tuple):
+            sizes = (self.rows, self.heads * group, size, d)
+            parts = [cut(x, (row, head, at * size, 0), sizes) for at in blocks]
+            return joined(parts, 2).reshape(self.rows * self.heads, -1, d)
+        flat = x.reshape(*x.shape[:2], -1)
+        sizes = (self.rows, size, self.heads * group * d)
+        part = cut(flat, (row, blocks * size, head * d), sizes)
+        # First the slice, then the transpose: in one loop they run half as fast.
+        part = lax.optimization_barrier(part).reshape(self.rows, -1, self.heads, group, d)
+        return part.transpose(0, 2, 3, 1, 4).reshape(self.rows * self.heads, -1, d)
+
+    def _bias_tile(self, unit: Unit, i: Any, j: Any) -> jax.Array:
+        part = lambda a, b: cut(self.bias, self._bias_start(unit, a, b), self._bias_sizes)
+        rows, columns = self._bias_blocks(2, i), self._bias_blocks(3, j)
+        return joined([joined([part(a, b) for b in columns], 3) for a in rows], 2)
+
+    def _bias_blocks(self, axis: int, blocks: Any) -> tuple:
+        """The blocks of the bias that a tile takes along an axis: a broadcast axis has one."""
+        shape = self.bias.shape  # type: ignore[union-attr]
+        return (0,) if shape[axis] == 1 else blocks_of(blocks)
+
+    @property
+    def _bias_sizes(self) -> tuple[int, ...]:
+        tile = (self.rows, self.heads * self.group, self.block_q, self.block_k)
+        shape = self.bias.shape  # type: ignore[union-attr]
+        return tuple(1 if size == 1 else part for size, part in zip(shape, tile, strict=True))
+
+    def _bias_start(self, unit: Unit, i: Any, j: Any) -> tuple:
+        start = (unit.row, unit.head, i * self.block_q, j * self.block_k)
+        shape = self.bias.shape  # type: ignore[union-attr]
+        return tuple(0 if size == 1 else at for size, at in zip(shape, start, strict=True))
+
+
+def over_blocks(step: Callable[[Any, Any], Any], carry: Any, count: int) -> Any:
+    """`carry = step(block, carry)` for 0 to `count`: no loop where there is only one."""
+    if count == 1:
+        return step(0, carry)
+    return lax.fori_loop(jnp.int32(0), jnp.int32(count), step, carry)
+
+
+def _gathered(blocks: BlockList | None, size: int) -> int:
+    """How many blocks of a list make a tile."""
+    if blocks is None or blocks.index is None:
+        return 1
+    return min(blocks.index.shape[-1], max(1, _GATHERED // size), _MOST_GATHERED)
+
+
+def _walk(
+    blocks: BlockList | None, all_blocks: int, gathered: int, unit: Unit, line: Any, step, carry
+) -> Any:
+    """`step` over the blocks listed for `line`, or over all; `gathered` of them at a time."""
+    if blocks is None:
+        return over_blocks(step, carry, all_blocks)
+    at = lambda place: blocks.at(unit.row, unit.head, line, place)
+    if gathered == 1:
+        body = lambda s, carry: step(at(s), carry)
+    else:
+        last = all_blocks - 1
+        body = lambda s, carry: step(
+            tuple(at(jnp.minimum(s * gathered + n, last)) for n in range(gathered)), carry
+        )
+    count = -(-_pick(blocks.count, unit)[line] // gathered)
+    return lax.fori_loop(jnp.int32(0), count, body, carry)
+
+
+def _pick(blocks: jax.Array, unit: Unit) -> jax.Array:
+    """The entry of a batch row and head; an axis of size 1 serves all."""
+    row, head, *_ = (at if size > 1 else 0 for at, size in zip(unit, blocks.shape, strict=False))
+    return blocks[row, head]
+
+
+def _orient(tile: jax.Array, transposed: bool) -> jax.Array:
+    """[rows, heads, group, block_q, block_k], or [rows, heads, block_k, group, block_q]."""
+    return jnp.moveaxis(tile, -1, 2) if transposed else tile
+
+
+def _largest_divisor(number: int, most: int) -> int:
+    return next(d for d in range(max(1, min(number, most)), 0, -1) if number % d == 0)
