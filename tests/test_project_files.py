@@ -1,4 +1,4 @@
-"""The files that tools and hosts read around the project: they parse, and agree with the project."""
+"""Files that tools and hosts read around the project: they parse, and agree with the project."""
 
 import os
 import tomllib
