@@ -1,4 +1,4 @@
-"""Flash attention on a GPU: every platform of ours beside its peers, checked, then timed.
+"""Flash attention on a GPU: every platform of ours and its peers, checked, then timed.
 
 python benchmarks/flash_gpu.py                        every case, a table
 python benchmarks/flash_gpu.py --json results.json    and the figures as JSON
@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from filelock import FileLock
 from flash_cases import CASES, CAUSAL, TILE, Case, pairs, tiles
-from programs import Programs, by_workers, in_turns, seconds_of, within
+from programs import Programs, by_workers, interleaved, seconds_of, within
 
 from ejkernel.cli.provenance import provenance
 from ejkernel.kernels.flash_attention import OP, reference
@@ -169,14 +169,14 @@ def timed(
     limit: float,
     end: float,
 ) -> dict[str, dict[str, Any]]:
-    """The programs of a case, checked, then timed in turns."""
+    """The programs of a case, checked, then timed, interleaved."""
     truth.compute(programs["truth"])
 
     def checked(result_of: Callable) -> dict[str, Any]:
         try:
             with within(min(limit, end - time.monotonic())):
                 error, plain = truth.errors(result_of())
-        except Exception as failure:  # one that cannot serve must not end the others
+        except Exception as failure:  # one that does not support the case must not end the others
             return {"failed": f"{type(failure).__name__}: {failure}"[:300]}
         fine = {"error": error, "plain": plain}
         return fine if error <= 2 * plain else {"wrong": True, **fine}
@@ -195,7 +195,7 @@ def timed(
                 timers[name] = functools.partial(torch.seconds, torch.calls[name])
         results = report[which] = {name: checked(call) for name, call in calls.items()}
         right = [name for name, result in results.items() if result.keys() == {"error", "plain"}]
-        for name, seconds in in_turns({name: timers[name] for name in right}).items():
+        for name, seconds in interleaved({name: timers[name] for name in right}).items():
             results[name] |= {"ms": 1e3 * seconds[len(seconds) // 2], "best ms": 1e3 * seconds[0]}
         # Two matmuls forward; five backward, one of which repeats the forward.
         work = (14 if which == "both" else 4) * case.heads * case.dim
@@ -275,7 +275,7 @@ def table(report: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Flash attention on a GPU beside its peers.")
+    parser = argparse.ArgumentParser(description="Flash attention on a GPU, compared with its peers.")
     parser.add_argument("--cases", default=",".join([*(case.name for case in CASES), "host"]))
     parser.add_argument("--platforms", default=",".join(PLATFORMS))
     parser.add_argument("--peers", default=",".join(PEERS), help='or "none"')

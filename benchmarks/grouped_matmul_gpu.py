@@ -1,4 +1,4 @@
-"""Grouped matmul on a GPU: every platform of ours beside its peers, checked, then timed.
+"""Grouped matmul on a GPU: every platform of ours and its peers, checked, then timed.
 
 python benchmarks/grouped_matmul_gpu.py                        every case, a table
 python benchmarks/grouped_matmul_gpu.py --json results.json    and the figures as JSON
@@ -8,7 +8,7 @@ python benchmarks/grouped_matmul_gpu.py --bars --platforms pallas,triton --peers
 A result is compared with the product in float32 of the first and last rows of some groups, or of
 some columns of some weights: its error may be at most twice that of rounding the exact product to
 bfloat16, and a little for sums in another order. What is wrong is not timed. A card that has been
-busy for a second runs slower than one that has not, so that all who take part are timed in turns.
+busy for a second runs slower than one that has not, so the timings of all programs are interleaved.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from programs import in_turns, seconds_of, torch_seconds_of
+from programs import interleaved, seconds_of, torch_seconds_of
 
 from ejkernel.cli.provenance import provenance
 from ejkernel.modules import grouped_matmul
@@ -182,10 +182,10 @@ def measure(
     for name, run in calls.items():
         try:
             results[name] = checked(case, which, arrays, run)
-        except Exception as failure:  # one that cannot serve must not end the others
+        except Exception as failure:  # one that does not support the case must not end the others
             results[name] = {"failed": f"{type(failure).__name__}: {failure}"[:300]}
     right = [name for name, result in results.items() if "error" in result]
-    times = in_turns(
+    times = interleaved(
         {name: timers.get(name) or functools.partial(seconds_of, calls[name]) for name in right}
     )
     work = 2 * int(np.sum(case.sizes())) * case.k * case.n
@@ -214,7 +214,7 @@ def checked(case: Case, which: str, arrays: tuple, run: Callable) -> dict[str, A
 
 def main() -> None:
     begin = time.perf_counter()
-    parser = argparse.ArgumentParser(description="Grouped matmul on a GPU beside its peers.")
+    parser = argparse.ArgumentParser(description="Grouped matmul on a GPU, compared with its peers.")
     parser.add_argument("--cases", default=",".join(case.name for case in CASES))
     parser.add_argument("--platforms", default=",".join(PLATFORMS))
     parser.add_argument("--passes", default=",".join(PASSES))

@@ -1,4 +1,4 @@
-"""Programs that are compiled together, within a time, and timed in turns."""
+"""Programs that are compiled together, within a time, and timed interleaved."""
 
 import concurrent.futures
 import contextlib
@@ -45,11 +45,11 @@ def torch_seconds_of(run: Callable, at_least: float = 0.03) -> float:
     return several(max(2, min(200, int(at_least / max(several(2), 1e-6)))))
 
 
-def in_turns(timers: dict[Any, Callable[[], float]], rounds: int = 5) -> dict[Any, list[float]]:
+def interleaved(timers: dict[Any, Callable[[], float]], rounds: int = 5) -> dict[Any, list[float]]:
     """Seconds by each timer, several times, in ascending order.
 
-    A card that has been busy for a second runs slower than one that has not, so that all who take
-    part are timed in turns.
+    A card that has been busy for a second runs slower than one that has not, so the timings
+    of all programs are interleaved.
     """
     found: dict[Any, list[float]] = {name: [] for name in timers}
     for _ in range(rounds):

@@ -5,7 +5,7 @@ grid; it is cut here where it branches. Blocks that use the matrix unit are the 
 block for each way that a kernel has to work on one. What else a step does is the longest way from
 the head of the loop through one of them to its end that does no other vector work: scalar code and
 copies, all of which are counted as if they were made in every step. What is left, such as setting
-sums to zero and writing them out, happens once in a row of tiles and is told apart.
+sums to zero and writing them out, happens once in a row of tiles and is counted separately.
 
 Kernels over pages loop over blocks of them within a step. There a round is the way through that
 loop which starts the copies of a block and works on a whole one.
@@ -68,7 +68,7 @@ class Schedule(NamedTuple):
         return head, tail
 
     def overhead(self, through: Sequence[int]) -> int:
-        """Bundles of a step beside those of the blocks that it goes through, one by one."""
+        """Bundles of a step without those of the blocks that it goes through, one by one."""
         head, tail = self.loop
         stops = [head, *through, tail]
         between = sum(self._way(one, other) for one, other in itertools.pairwise(stops))

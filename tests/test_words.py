@@ -87,6 +87,9 @@ def uses(path: str, text: str) -> list[Use]:
     """The retired words of a file."""
     if path == "CHANGELOG.md":  # what was released before stays as it is
         text = text.partition("\n## [Unreleased]")[2].partition("\n## [")[0]
+    for quoted in ALLOWED:
+        if '"' in quoted:
+            text = text.replace(quoted, " " * len(quoted))
     # Most words are in no file at all: look closely only for those that are.
     lowered = text.lower()
     entries = [
@@ -175,6 +178,7 @@ def test_no_retired_word_is_used():
         ("CHANGELOG.md", "\n## [Unreleased]\n- fine\n\n## [0.1.0]\n- mended\n", []),
         ("CHANGELOG.md", "\n## [Unreleased]\n- mended\n", ["mended"]),
         ("ejkernel/ops/a.py", "shrink_grid = 1\n", []),
+        ("benchmarks/a.py", 'Case("beside")  # beside\n', ["beside"]),
     ],
 )
 def test_a_retired_word_is_found(path, text, found):

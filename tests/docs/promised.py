@@ -166,7 +166,7 @@ _A_LIST_HAS_NO_RESHAPE = Refusal(
 
 
 def _elsewhere(platform: str, backend: str) -> Refusal:
-    """A platform off its hardware: the error names it, the reason and who could serve the call."""
+    """A platform off its hardware: the error names it, the reason and what supports the call."""
     return Refusal(
         UnsupportedError, f"{platform}.*xla", unless=lambda: jax.default_backend() == backend
     )

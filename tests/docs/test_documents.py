@@ -17,7 +17,7 @@ OURS = [
     *sorted((documents.ROOT / "docs").rglob("*.md")),
 ]
 needs_promised = pytest.mark.skipif(
-    not documents.PROMISED.is_dir(), reason="the promised documents are not beside this checkout"
+    not documents.PROMISED.is_dir(), reason="the promised documents are not next to this checkout"
 )
 
 

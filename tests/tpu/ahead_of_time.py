@@ -1,4 +1,4 @@
-"""Programs compiled for TPUs that are not here: libtpu needs no TPU to compile for one."""
+"""Programs compiled for TPUs that are not present: libtpu needs no TPU to compile for one."""
 
 import importlib.util
 import math
