@@ -275,7 +275,7 @@ def table(report: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Flash attention on a GPU, compared with its peers.")
+    parser = argparse.ArgumentParser(description="Flash attention on a GPU, and its peers.")
     parser.add_argument("--cases", default=",".join([*(case.name for case in CASES), "host"]))
     parser.add_argument("--platforms", default=",".join(PLATFORMS))
     parser.add_argument("--peers", default=",".join(PEERS), help='or "none"')

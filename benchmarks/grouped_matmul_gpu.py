@@ -214,7 +214,7 @@ def checked(case: Case, which: str, arrays: tuple, run: Callable) -> dict[str, A
 
 def main() -> None:
     begin = time.perf_counter()
-    parser = argparse.ArgumentParser(description="Grouped matmul on a GPU, compared with its peers.")
+    parser = argparse.ArgumentParser(description="Grouped matmul on a GPU, and its peers.")
     parser.add_argument("--cases", default=",".join(case.name for case in CASES))
     parser.add_argument("--platforms", default=",".join(PLATFORMS))
     parser.add_argument("--passes", default=",".join(PASSES))
