@@ -91,7 +91,7 @@ def uses(path: str, text: str) -> list[Use]:
         if '"' in quoted:
             text = text.replace(quoted, " " * len(quoted))
     # Most words are in no file at all: look closely only for those that are.
-    lowered = text.lower()
+    lowered = f"{path} {text}".lower()
     entries = [
         entry
         for entry in RETIRED
@@ -130,7 +130,8 @@ def parts_of(name: str) -> list[str]:
 
 
 def identifiers(path: str, text: str) -> Iterator[tuple[int, str]]:
-    """Names with their lines: of Python code, and of code in a document; `a.b` for attributes."""
+    """Names with their lines: of the file, of Python code, of code in a document; `a.b`."""
+    yield 1, Path(path).stem
     if not path.endswith(".py"):
         for code in re.finditer(r"```.*?```|`[^`\n]+`", text, re.DOTALL):
             line = text.count("\n", 0, code.start()) + 1
@@ -164,6 +165,7 @@ def test_no_retired_word_is_used():
     [
         ("ejkernel/kernels/a.py", "new_peak = 0\n", ["new_peak"]),
         ("ejkernel/kernels/a.py", "class NewPeak: ...\n", ["NewPeak"]),
+        ("ejkernel/kernels/peak_rows.py", "", ["peak_rows"]),
         ("ejkernel/cli/a.py", "peak_bytes = 0\n", []),  # retired for kernels only
         ("ejkernel/kernels/a.py", 'scratch = {"query_here": 1}\n', ["query_here"]),
         ("ejkernel/kernels/a.py", "# parts that are put\n#   together\n", ["put\n#   together"]),
