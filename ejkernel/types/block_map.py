@@ -1,6 +1,6 @@
-"""Which blocks of a mask are empty, partial or full, and the lists of blocks that kernels walk."""
+"""Which blocks of a mask are empty, partial or full, and the lists of blocks that kernels visit."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Int, Int8
 
 from ejkernel.types.rule import Rule
+from ejkernel.types.rule_arrays import Index
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
@@ -27,7 +28,7 @@ class BlockList(NamedTuple):
     count: Int[Array, "b n i"]
     index: Int[Array, "b n i j"] | None
 
-    def at(self, batch: Any, head: Any, row: Any, step: Any) -> Any:
+    def at(self, batch: Index, head: Index, row: Index, step: Index) -> Index:
         """The block that `row` visits at `step`; a batch or head axis of size 1 serves all."""
         batch = batch if self.first.shape[0] > 1 else 0
         head = head if self.first.shape[1] > 1 else 0
