@@ -33,9 +33,8 @@ _STATIC = (
 
 def register(cls: type) -> None:
     """Make `MaskInfo`, or a subclass of it, a pytree."""
-    jax.tree_util.register_pytree_with_keys(
-        cls, _flatten_with_keys, functools.partial(_unflatten, cls), _flatten
-    )
+    unflatten = functools.partial(_unflatten, cls)
+    jax.tree_util.register_pytree_with_keys(cls, _flatten_with_keys, unflatten, _flatten)
 
 
 def changed(mask: Mask, **changes: object) -> Mask:

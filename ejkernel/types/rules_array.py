@@ -18,7 +18,7 @@ ZeroPolicy = Literal["q", "kv", "both", "none"]
 NO_QUERY, NO_KEY = np.int32(-(2**31)), np.int32(-(2**31) + 1)
 
 
-class _Match(Rule):
+class Match(Rule):
     """Shared by the rules of the form "query and key carry the same id"."""
 
     def id_pair(self) -> tuple[jax.Array, jax.Array]:
@@ -70,7 +70,7 @@ class _Summary:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Segments(_Match):
+class Segments(Match):
     """`q_ids[q] == kv_ids[k]`, both at least 0: tokens of one segment; negative ids are padding.
 
     `documents`, where known, promises that queries and keys have the same ids, that these are below
@@ -104,7 +104,7 @@ class Segments(_Match):
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class TokenTypes(_Match):
+class TokenTypes(Match):
     """`q_types[q] == kv_types[k]`; unless `zero_policy` is `"none"`, type 0 matches nothing.
 
     The policies `"q"`, `"kv"` and `"both"` say whose zeros count as padding. As only equal types

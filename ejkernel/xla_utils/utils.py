@@ -282,7 +282,7 @@ def identity_dtype_convert(dtype: DTypeLike) -> Callable[[Array], Array]:
     """
 
     @jax.custom_vjp
-    def identity(x):
+    def identity(x: Array) -> Array:
         return x
 
     identity.defvjp(lambda x: (x, None), lambda _, d_y: (d_y.astype(dtype),))

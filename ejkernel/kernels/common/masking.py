@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,12 +27,12 @@ def attention_rule(
     extent: Extent,
     *,
     mask_info: MaskInfo | None,
-    attention_mask: Any,
+    attention_mask: object,
     causal: bool,
-    causal_offset: Any,
-    sliding_window: Any,
-    cum_seqlens_q: Any = None,
-    cum_seqlens_k: Any = None,
+    causal_offset: object,
+    sliding_window: object,
+    cum_seqlens_q: object = None,
+    cum_seqlens_k: object = None,
 ) -> Rule:
     """The conjunction of everything that was said about who may see whom."""
     rule: Rule = Everything()
@@ -55,7 +55,7 @@ def attention_rule(
     return rule
 
 
-def chunk_rule(op: str, size: Any) -> Rule:
+def chunk_rule(op: str, size: object) -> Rule:
     """Query and key in the same chunk of this many positions, the key not after the query."""
     if size is None:
         return Everything()
@@ -64,7 +64,7 @@ def chunk_rule(op: str, size: Any) -> Rule:
     return And((Chunks(operator.index(size)), Band(None, 0)))
 
 
-def dense_mask(op: str, extent: Extent, mask: Any) -> jax.Array:
+def dense_mask(op: str, extent: Extent, mask: object) -> jax.Array:
     """A mask of rank 2 [b, s] (keys that are there), 3 [b, t, s] or 4 as [#b, #n, #t, #s]."""
     mask = given = as_array(op, "attention_mask", mask)
     if mask.dtype != jnp.bool_:
@@ -83,7 +83,7 @@ def dense_mask(op: str, extent: Extent, mask: Any) -> jax.Array:
     return mask
 
 
-def _from_mask_info(op: str, extent: Extent, mask_info: Any) -> Rule:
+def _from_mask_info(op: str, extent: Extent, mask_info: object) -> Rule:
     if not isinstance(mask_info, MaskInfo):
         raise ValueError(f"{op}: mask_info must be a MaskInfo, got {type(mask_info).__name__}.")
     batch, lengths = mask_info.batch_size, (mask_info.q_len, mask_info.kv_len)
@@ -99,11 +99,11 @@ def _from_mask_info(op: str, extent: Extent, mask_info: Any) -> Rule:
     return mask_info.rule
 
 
-def _is_zero(offset: Any) -> bool:
+def _is_zero(offset: object) -> bool:
     return isinstance(offset, int | np.integer) and offset == 0
 
 
-def _offset(op: str, offset: Any, count: int, per: str) -> Any:
+def _offset(op: str, offset: object, count: int, per: str) -> int | jax.Array:
     """A causal offset: a static int, or an int32 array with one entry per row."""
     if isinstance(offset, int | np.integer):
         return operator.index(offset)
@@ -123,7 +123,7 @@ class _Packing(NamedTuple):
     positions: jax.Array | None  # [1, t]: index of the key at the query's place; None: its own
     count: int
 
-    def rule(self, op: str, causal: bool, offset: Any, window: tuple[int, int] | None) -> Rule:
+    def rule(self, op: str, causal: bool, offset: object, window: tuple[int, int] | None) -> Rule:
         rule: Rule = self.segments
         if causal:
             shift = _offset(op, offset, self.count, "sequence")
@@ -136,7 +136,7 @@ class _Packing(NamedTuple):
         return rule
 
 
-def _packing(op: str, extent: Extent, cum_q: Any, cum_k: Any) -> _Packing:
+def _packing(op: str, extent: Extent, cum_q: object, cum_k: object) -> _Packing:
     if extent.batch != 1:
         raise ValueError(
             f"{op}: cum_seqlens_* describe one packed row, got a batch of {extent.batch}; for "
