@@ -49,21 +49,6 @@ class MaskInfo:
     It is immutable and a pytree whose arrays all begin with the batch axis, so that it passes
     through `jit`, `vmap`, `grad` and `shard_map`. Reading it never changes what it means.
 
-    Attributes:
-        rule: which pairs are allowed. This alone decides; the rest is about tokens.
-        q_len: number of queries.
-        kv_len: number of keys.
-        q_positions: positions of the queries, where they were given or are no longer derivable.
-        kv_positions: the same for keys.
-        ids_rule: the rule that segment ids are read from, where that is not `rule`.
-        q_ids: segment ids to report for queries instead of those of the rule.
-        kv_ids: the same for keys.
-        mask_dtype: dtype of `attention_mask`.
-        batch_axis_name: mesh axes of the batch.
-        qheads_axis_name: mesh axes of the query heads.
-        kvheads_axis_name: mesh axes of the key heads.
-        sequence_axis_name: mesh axes of the sequence.
-
     >>> import jax.numpy as jnp
     >>> mask = MaskInfo.from_segments(jnp.array([[1, 1, 2, 2, -1]])).apply_causal()
     >>> mask.shape
@@ -72,16 +57,18 @@ class MaskInfo:
     [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 0, 0]]
     """
 
-    rule: Rule
+    rule: Rule  # which pairs are allowed; this alone decides, the rest is about tokens
     q_len: int
     kv_len: int
+    # Positions that were given, or can no longer be counted.
     q_positions: Int[Array, "#b t"] | Int[Array, "t"] | None = None
     kv_positions: Int[Array, "#b s"] | Int[Array, "s"] | None = None
-    ids_rule: Rule | None = None
+    ids_rule: Rule | None = None  # what segment ids are read from, where that is not `rule`
+    # Segment ids to report instead of those of the rule.
     q_ids: Int[Array, "#b t"] | Int[Array, "t"] | None = None
     kv_ids: Int[Array, "#b s"] | Int[Array, "s"] | None = None
-    mask_dtype: np.dtype = _BOOL
-    batch_axis_name: AxisName = ("dp", "fsdp")
+    mask_dtype: np.dtype = _BOOL  # of `attention_mask`
+    batch_axis_name: AxisName = ("dp", "fsdp")  # mesh axes
     qheads_axis_name: AxisName = "tp"
     kvheads_axis_name: AxisName = "tp"
     sequence_axis_name: AxisName = "sp"
@@ -111,8 +98,7 @@ class MaskInfo:
         Args:
             q_segment_ids: ids `(B, Q)`; any negative id is padding.
             kv_segment_ids: ids `(B, K)`; by default the keys are the queries.
-            q_positions: positions of the queries `(B, Q)`, where they are not to be counted.
-            kv_positions: positions of the keys `(B, K)`.
+            q_positions, kv_positions: positions `(B, Q)`, `(B, K)`, if they are not to be counted.
             is_attn_mask: the arrays are masks of tokens instead of ids: not 0 is a token.
             batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name: mesh axes.
 
@@ -146,8 +132,7 @@ class MaskInfo:
         Args:
             attention_mask: `(B, S)` a mask of tokens, `(B, Q, K)` or `(B, H, Q, K)` a mask of
                 pairs; what is not 0 is allowed.
-            q_positions: positions of the queries `(B, Q)`.
-            kv_positions: positions of the keys `(B, K)`.
+            q_positions, kv_positions: positions `(B, Q)`, `(B, K)`, if they are not to be counted.
             mask_is_valid: False for a mask that is set where attention is forbidden.
             batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name: mesh axes.
 
@@ -178,7 +163,7 @@ class MaskInfo:
         kvheads_axis_name: AxisName = "tp",
         sequence_axis_name: AxisName = "sp",
     ) -> "MaskInfo":
-        """Sequences of different lengths, each in a row of its own or all packed in one row.
+        """Sequences of different lengths: a batch row for each pair, or one row of segments.
 
         Args:
             cu_seqlens_q: for `"pairs"` `[start_0, end_0, start_1, end_1, ...]`, the tokens of each
@@ -188,12 +173,8 @@ class MaskInfo:
             cu_seqlens_kv: the same for the keys; by default that of the queries.
             max_kv_len: number of keys in a row; by default `max_q_len`.
             format: `"pairs"` or `"packed"`.
-            q_positions: positions of the queries `(B, Q)`.
-            kv_positions: positions of the keys `(B, K)`.
+            q_positions, kv_positions: positions `(B, Q)`, `(B, K)`, if they are not to be counted.
             batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name: mesh axes.
-
-        Returns:
-            The mask, with a batch row per pair, or one row of segments 0, 1, 2, ...
 
         Raises:
             ValueError: if the arrays do not fit the format, or, where the values are at hand,
@@ -231,7 +212,7 @@ class MaskInfo:
         kvheads_axis_name: AxisName = "tp",
         sequence_axis_name: AxisName = "sp",
     ) -> "MaskInfo":
-        """A random mask of pairs, for tests.
+        """A random mask of pairs, the same for all heads, for tests.
 
         Args:
             batch_size: number of batch rows.
@@ -239,12 +220,8 @@ class MaskInfo:
             kv_len: number of keys; by default `q_len`.
             sparsity: probability that a pair is forbidden.
             seed: of the random numbers.
-            q_positions: positions of the queries `(B, Q)`.
-            kv_positions: positions of the keys `(B, K)`.
+            q_positions, kv_positions: positions `(B, Q)`, `(B, K)`, if they are not to be counted.
             batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name: mesh axes.
-
-        Returns:
-            The mask, the same for all heads.
 
         Raises:
             ValueError: if `sparsity` is not within 0 and 1.
@@ -300,15 +277,14 @@ class MaskInfo:
     ) -> jax.Array:
         """The mask `(Q, K)` of causal attention inside chunks.
 
+        `q // chunk_size == k // chunk_size and k <= q + offset`.
+
         Args:
             chunk_size: number of tokens in a chunk.
             q_len: number of queries.
             kv_len: number of keys; by default `q_len`.
             offset: how far beyond itself a query sees.
             dtype: dtype of the result, 1 where allowed.
-
-        Returns:
-            `q // chunk_size == k // chunk_size and k <= q + offset`.
 
         Raises:
             ValueError: if `chunk_size` is not positive.
@@ -454,15 +430,12 @@ class MaskInfo:
     def create_bias(
         self, dtype: DTypeLike = jnp.float32, masked_value: ArrayLike = -np.inf
     ) -> Float[Array, "*b n t s"]:
-        """A bias to add to attention logits: 0 where allowed, `masked_value` elsewhere.
+        """A bias for attention logits `(B, 1 or H, Q, K)`: 0 where allowed, else `masked_value`.
 
         Args:
             dtype: a floating-point dtype.
             masked_value: what stands where a query may not see a key. A softmax over a row of
                 nothing but -inf is NaN: guard such rows, or pass a finite value.
-
-        Returns:
-            `(B, 1 or H, Q, K)`.
 
         Raises:
             ValueError: if the dtype is not a floating-point one.
@@ -473,13 +446,10 @@ class MaskInfo:
         return statistics.bias(self, dtype, masked_value)
 
     def segment_lens(self, max_segments: int) -> tuple[jax.Array, jax.Array]:
-        """Number of tokens of each segment id, of queries and of keys.
+        """Number of tokens of each segment id, `(B, max_segments)` for queries and for keys, int32.
 
         Args:
             max_segments: ids 0 to `max_segments - 1` are counted.
-
-        Returns:
-            `(B, max_segments)` for queries and for keys, int32.
 
         Raises:
             ValueError: if an id is not below `max_segments` and its value is at hand.
@@ -514,12 +484,11 @@ class MaskInfo:
     def block_map(self, block_q: int, block_k: int) -> BlockMap:
         """Which blocks of the mask are empty, partial or full, and lists of the others.
 
+        It is found from the rules in O(blocks) work: the mask of pairs is not made.
+
         Args:
             block_q: queries in a block.
             block_k: keys in a block.
-
-        Returns:
-            The map, from the rules in O(blocks) work: the mask of pairs is not made.
 
         Raises:
             ValueError: if a block size is not positive.
@@ -535,9 +504,6 @@ class MaskInfo:
 
         Args:
             offset: an integer, or one per batch row `(B,)`; positive reveals later keys.
-
-        Returns:
-            The mask, ids and positions unchanged.
 
         Raises:
             ValueError: if `offset` is neither an integer nor one per batch row.
@@ -558,7 +524,8 @@ class MaskInfo:
     ) -> "MaskInfo":
         """Let query q see `left` keys before `q + offset`, that key, and `right` keys after it.
 
-        `q + offset - left <= k <= q + offset + right`.
+        `q + offset - left <= k <= q + offset + right`. Where the mask is cut, so are its ids and
+        positions.
 
         Args:
             sliding_window: a pair `(left, right)`, or one number for both sides.
@@ -567,9 +534,6 @@ class MaskInfo:
                 `"prefill"` keeps all queries and the last `left + right + 1` keys, for a single
                 number `w` the last `w`; `"default"`, like None, keeps everything.
             index: the query to keep, an integer or one per batch row; for `"decode"` only.
-
-        Returns:
-            The mask. Where it was cut, its ids and positions are cut with it.
 
         Raises:
             ValueError: if the window is negative or no pair, the mode unknown, or `index` missing
@@ -584,14 +548,12 @@ class MaskInfo:
     def apply_chunked(self, chunk_size: ArrayValues, offset: ArrayValues = 0) -> "MaskInfo":
         """Let each query see the keys of its own chunk up to itself.
 
-        `q // chunk_size == k // chunk_size` and `k <= q + offset`.
+        `q // chunk_size == k // chunk_size` and `k <= q + offset`. The mask reports chunk numbers,
+        from 1, as its segment ids; segments still hold.
 
         Args:
             chunk_size: an integer, or one per batch row `(B,)`.
             offset: an integer, or one per batch row `(B,)`.
-
-        Returns:
-            The mask. It reports chunk numbers, from 1, as its segment ids; segments still hold.
 
         Raises:
             ValueError: if `chunk_size` is not positive.
@@ -646,13 +608,11 @@ class MaskInfo:
         """Hide the keys past each row's length; keep a range of queries and the newest keys.
 
         Args:
-            kv_lengths: number of keys that exist, an integer or one per batch row `(B,)`.
+            kv_lengths: number of keys that exist, an integer or one per batch row `(B,)`; keys past
+                it are reported as padding.
             q_len: keep this many queries, those before `end_index`.
             end_index: one past the last query to keep, an integer or one per batch row.
             sliding_window: keep this many keys, the last ones that exist.
-
-        Returns:
-            The mask; keys past the length are reported as padding.
 
         Raises:
             ValueError: if one of `q_len` and `end_index` comes without the other, or a size does
@@ -718,10 +678,8 @@ class MaskInfo:
             q_segment_ids: ids `(B, Q)` to take the place of those in the rules; None drops the
                 segments of queries and keys.
             kv_segment_ids: ids `(B, K)`, likewise.
-            cu_seqlens_q: start and end pairs `(2 B,)`, another way to give `q_segment_ids`.
-            cu_seqlens_kv: another way to give `kv_segment_ids`.
-            q_positions: positions `(B, Q)`; None to count them in the segments.
-            kv_positions: positions `(B, K)`, likewise.
+            cu_seqlens_q, cu_seqlens_kv: start and end pairs `(2 B,)`, another way to give the ids.
+            q_positions, kv_positions: positions; None to count them in the segments.
             batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name: mesh axes.
 
         Raises:
@@ -797,18 +755,12 @@ class MaskInfo:
 
         Args:
             block_size: queries and keys in a block.
-            batch: the batch row.
-            head: the head.
-            fit_in_screen: draw larger blocks where there would be more than `max_rows` rows or
-                `max_cols` columns of them.
-            max_rows: see `fit_in_screen`.
-            max_cols: see `fit_in_screen`.
+            batch, head: the batch row and the head.
+            fit_in_screen, max_rows, max_cols: draw larger blocks where there would be more than
+                `max_rows` rows or `max_cols` columns of them.
             charset: `"unicode"` or `"ascii"`.
             show_segments: label rows and columns of blocks with their segment ids.
             return_str: return the text instead of printing it.
-
-        Returns:
-            None, or the text.
 
         Raises:
             IndexError: if the mask has no such batch row or head.
@@ -831,15 +783,11 @@ class MaskInfo:
         return None
 
     def to_svg(self, batch: int = 0, head: int = 0, max_blocks: int = 64) -> str:
-        """A picture of one head of one batch row, as SVG.
+        """A picture of one head of one batch row, as an `<svg>` element.
 
         Args:
-            batch: the batch row.
-            head: the head.
+            batch, head: the batch row and the head.
             max_blocks: draw at most this many blocks along each side.
-
-        Returns:
-            An `<svg>` element.
 
         Raises:
             IndexError: if the mask has no such batch row or head.
