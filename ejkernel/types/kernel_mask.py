@@ -11,14 +11,15 @@ when all of the following hold:
 | `unions` | for each union, some member of it allows the pair | `Or` |
 
 Where a lowering cannot use the arrays as they are, it starts from the same division of the rules:
-`Interval` rules become bounds, `Match` rules become pairs of ids, `Table` rules are looked up; and
-`clauses` writes a mask without tables as a disjunction of conjunctions of the first two.
+`Interval` rules become bounds (`row_bounds`), `Match` rules become pairs of ids (`id_pair`),
+`Table` rules are looked up. `conjunctions` writes a mask without tables as a disjunction of
+conjunctions of the first two.
 """
 
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -146,23 +147,17 @@ def kernel_mask(rule: Rule, q_len: int, kv_len: int, q_size: int, kv_size: int) 
     query = jnp.arange(q_size, dtype=jnp.int32)[None]  # [1, t]
     lowers, uppers, id_pairs, unions, dense = [], [], [], [], []
     for part in rule.parts():
-        if isinstance(part, Interval):
+        if _has_bounds(part):
             lower, upper = _bounds(part, query)
-            lowers += [] if lower is None else [lower]
-            uppers += [] if upper is None else [upper]
-        elif isinstance(part, Segments) and part.documents is not None:
-            first, last = _document_bounds(part, q_size)
-            lowers.append(first)
-            uppers.append(last)
+            lowers.append(lower)
+            uppers.append(upper)
         elif isinstance(part, Match):
             q_ids, kv_ids = part.id_pair()
             kv_ids = _padded(kv_ids, kv_size, int(NO_KEY))
             id_pairs.append((_padded(q_ids, q_size, int(NO_QUERY)), kv_ids))
         elif isinstance(part, Or):
             union = tuple(kernel_mask(one, q_len, kv_len, q_size, kv_size) for one in part.rules)
-            if not union:
-                uppers.append(jnp.full((1, 1), -1, jnp.int32))
-            elif all(map(jax.tree.leaves, union)):  # else one of them allows every pair
+            if all(map(jax.tree.leaves, union)):  # else one of them allows every pair
                 unions.append(union)
         elif isinstance(part, Dense):
             mask = part.mask.reshape((-1, *part.mask.shape[-3:]))
@@ -182,7 +177,29 @@ def kernel_mask(rule: Rule, q_len: int, kv_len: int, q_size: int, kv_size: int) 
     )
 
 
-def clauses(rule: Rule, most: int) -> list[tuple[Rule, ...]] | None:
+def row_bounds(parts: Iterable[Rule], q_size: int) -> tuple[jax.Array | None, jax.Array | None]:
+    """The first and the last key that each query may see by those rules that bound it.
+
+    Args:
+        parts: rules that must all hold; those that do not bound the keys of a query are left out.
+        q_size: number of queries.
+
+    Returns:
+        `[#b, q_size]` each; None where no rule gives such a bound.
+
+    >>> lower, upper = row_bounds([Band(-1, 0), KeyLength(2)], 3)
+    >>> lower.tolist(), upper.tolist()
+    ([[-1, 0, 1]], [[0, 1, 1]])
+    """
+    query = jnp.arange(q_size, dtype=jnp.int32)[None]  # [1, t]
+    bounds = [_bounds(part, query) for part in parts if _has_bounds(part)]
+    return (
+        _tightest([lower for lower, _ in bounds], jnp.maximum, q_size),
+        _tightest([upper for _, upper in bounds], jnp.minimum, q_size),
+    )
+
+
+def conjunctions(rule: Rule, most: int) -> list[tuple[Rule, ...]] | None:
     """A mask as a disjunction of conjunctions of `Interval` and `Match` rules.
 
     Args:
@@ -193,7 +210,8 @@ def clauses(rule: Rule, most: int) -> list[tuple[Rule, ...]] | None:
         The conjunctions; None if a rule is of another kind or there are none or too many of them.
         An empty conjunction allows every pair.
 
-    >>> [len(clause) for clause in clauses(Band(None, 0) & (KeyLength(3) | QueryLength(2)), 4)]
+    >>> mask = Band(None, 0) & (KeyLength(3) | QueryLength(2))
+    >>> [len(rules) for rules in conjunctions(mask, 4)]
     [2, 2]
     """
     if isinstance(rule, Everything):
@@ -202,32 +220,45 @@ def clauses(rule: Rule, most: int) -> list[tuple[Rule, ...]] | None:
         return [(rule,)]
     if not isinstance(rule, And | Or):
         return None
-    parts = [clauses(part, most) for part in rule.rules]
+    parts = [conjunctions(part, most) for part in rule.rules]
     if any(part is None for part in parts):
         return None
     known = [part for part in parts if part is not None]
     if isinstance(rule, Or):
-        found = [clause for part in known for clause in part]
+        found = [rules for part in known for rules in part]
     else:
         found = [tuple(itertools.chain(*one)) for one in itertools.product(*known)]
     return found if 0 < len(found) <= most else None
 
 
-def _bounds(part: Interval, query: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
+def _has_bounds(part: Rule) -> bool:
+    """Whether each query sees one range of keys, or none of a union without members."""
+    if isinstance(part, Or):
+        return not part.rules
+    return isinstance(part, Interval) or (isinstance(part, Segments) and part.documents is not None)
+
+
+def _bounds(part: Rule, query: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
     """First and last key of each query, `[#b, t]` or `[#b, 1]`; None where there is no bound."""
-    if isinstance(part, KeyLength):
-        return None, _near(part.length) - 1
-    if isinstance(part, QueryLength):
-        return None, jnp.where(query < _near(part.length), _FAR, -1)
-    if isinstance(part, Chunks):
-        size = _per_row(part.size)
-        first = (query + _per_row(part.q_start)) // size * size - _per_row(part.k_start)
-        return first, first + size - 1
-    place = query
-    if part.q_positions is not None:
-        place = jnp.clip(_padded(part.q_positions, query.shape[1], 0), -_FAR, _FAR)
-    lower = None if part.low is None else place + _near(part.low)
-    return lower, None if part.high is None else place + _near(part.high)
+    match part:
+        case Band():
+            place = query
+            if part.q_positions is not None:
+                place = jnp.clip(_padded(part.q_positions, query.shape[1], 0), -_FAR, _FAR)
+            lower = None if part.low is None else place + _near(part.low)
+            return lower, None if part.high is None else place + _near(part.high)
+        case Chunks():
+            size = _per_row(part.size)
+            first = (query + _per_row(part.q_start)) // size * size - _per_row(part.k_start)
+            return first, first + size - 1
+        case KeyLength():
+            return None, _near(part.length) - 1
+        case QueryLength():
+            return None, jnp.where(query < _near(part.length), _FAR, -1)
+        case Segments():
+            return _document_bounds(part, query.shape[1])
+        case _:
+            return None, jnp.full((1, 1), -1, jnp.int32)
 
 
 def _document_bounds(part: Segments, size: int) -> tuple[jax.Array, jax.Array]:
@@ -259,13 +290,14 @@ def _key_padding(
 
 
 def _tightest(
-    bounds: Sequence[jax.Array],
+    bounds: Sequence[jax.Array | None],
     choose: Callable[[jax.Array, jax.Array], jax.Array],
     q_size: int,
 ) -> jax.Array | None:
-    if not bounds:
+    given = [bound for bound in bounds if bound is not None]
+    if not given:
         return None
-    bound = functools.reduce(choose, bounds)
+    bound = functools.reduce(choose, given)
     return jnp.broadcast_to(bound, (bound.shape[0], q_size))
 
 

@@ -13,9 +13,10 @@ from rule_cases import BATCH, EXAMPLES, HEADS, cases
 
 from ejkernel.types.kernel_mask import (
     KernelMask,
-    clauses,
+    conjunctions,
     is_overlapping_interval,
     kernel_mask,
+    row_bounds,
     without_kernel_mask,
 )
 from ejkernel.types.rules import (
@@ -26,6 +27,7 @@ from ejkernel.types.rules import (
     Dense,
     Everything,
     KeyLength,
+    Match,
     Or,
     QueryLength,
     Segments,
@@ -66,14 +68,14 @@ def test_up_to_hides_what_lies_past_the_last_key(case, padding):
 
 @EXAMPLES
 @given(cases())
-def test_clauses_are_a_disjunction_of_conjunctions(case):
+def test_conjunctions_together_are_the_mask(case):
     make, expected, q_len, kv_len = case
     rule = make()
-    found = clauses(rule, 6)
+    found = conjunctions(rule, 6)
     if found is None:
         return
     assert 0 < len(found) <= 6
-    members = [And(clause).dense(q_len, kv_len) for clause in found]
+    members = [And(rules).dense(q_len, kv_len) for rules in found]
     joined = np.asarray(functools.reduce(operator.or_, members))
     np.testing.assert_array_equal(np.broadcast_to(joined, expected.shape), expected)
 
@@ -86,6 +88,23 @@ def test_each_query_has_its_first_and_last_key():
     assert mask.lower.tolist() == [[-2, -1, 0, 1, 2]]
     assert mask.upper.tolist() == [[1, 2, 2, 2, -1], [1, 2, 3, 4, -1]]
     assert mask.id_pairs == mask.unions == ()
+
+
+@EXAMPLES
+@given(cases())
+def test_a_conjunction_is_its_bounds_and_its_pairs_of_ids(case):
+    make, _, q_len, kv_len = case
+    for rules in conjunctions(make(), 6) or []:
+        lower, upper = row_bounds(rules, q_len)
+        pairs = tuple(
+            tuple(map(jnp.atleast_2d, rule.id_pair())) for rule in rules if isinstance(rule, Match)
+        )
+        allowed = KernelMask(lower, upper, pairs).allowed(kv_len)
+        expected = And(rules).dense(q_len, kv_len)
+        shape = (BATCH, 1, q_len, kv_len)
+        np.testing.assert_array_equal(
+            np.broadcast_to(allowed, shape), np.broadcast_to(expected, shape)
+        )
 
 
 def test_documents_become_bounds_and_other_segments_pairs_of_ids():
@@ -149,13 +168,13 @@ def test_rules_without_a_normal_form_are_named(rule, kinds):
     assert without_kernel_mask(rule) == kinds
 
 
-def test_too_many_clauses_or_a_table_are_refused():
+def test_too_many_conjunctions_or_a_table_are_refused():
     two = KeyLength(2) | QueryLength(1)
-    assert len(clauses(two & two, 4) or []) == 4
-    assert clauses(two & two, 3) is None
-    assert clauses(Dense(jnp.ones((1, 1, 2, 2), bool)), 6) is None
-    assert clauses(Or(()), 6) is None
-    assert clauses(Everything(), 6) == [()]
+    assert len(conjunctions(two & two, 4) or []) == 4
+    assert conjunctions(two & two, 3) is None
+    assert conjunctions(Dense(jnp.ones((1, 1, 2, 2), bool)), 6) is None
+    assert conjunctions(Or(()), 6) is None
+    assert conjunctions(Everything(), 6) == [()]
 
 
 def test_intervals_that_overlap():
