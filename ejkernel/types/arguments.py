@@ -42,7 +42,7 @@ def static_integer(where: str, value: ArrayValues, least: int) -> int:
 
 
 def window_pair(where: str, window: ArrayValues) -> tuple[int, int]:
-    """A window as (left, right); one number serves both sides."""
+    """A window as (left, right); one number stands for both sides."""
     sides = window if isinstance(window, tuple | list) else (window, window)
     if len(sides) != 2:
         raise ValueError(f"{where} must be an integer or a pair (left, right), got {window!r}.")

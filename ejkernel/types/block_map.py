@@ -29,7 +29,7 @@ class BlockList(NamedTuple):
     index: Int[Array, "b n i j"] | None
 
     def at(self, batch: Index, head: Index, row: Index, step: Index) -> Index:
-        """The block that `row` visits at `step`; a batch or head axis of size 1 serves all."""
+        """The block that `row` visits at `step`; a batch or head axis of size 1 is shared by all."""
         batch = batch if self.first.shape[0] > 1 else 0
         head = head if self.first.shape[1] > 1 else 0
         if self.index is None:
@@ -92,7 +92,7 @@ def block_map(rule: Rule, q_len: int, kv_len: int, block_q: int, block_k: int) -
 def _block_list(active: jax.Array, contiguous: bool) -> BlockList:
     size = active.shape[-1]
     position = jnp.arange(size, dtype=jnp.int32)
-    # The inactive come behind the active, whatever their position.
+    # Inactive blocks are sorted after the active ones.
     ascending = jnp.where(active, position, size)
     first, last, count = lax.reduce(
         (ascending, jnp.where(active, position, 0), active.astype(jnp.int32)),

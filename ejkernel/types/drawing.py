@@ -21,10 +21,10 @@ MIXED, PADDING = "mixed", "padding"
 # The segment id that all tokens of a block share, or why there is none.
 Label = int | Literal["mixed", "padding"]
 
-# Pairs that are looked at in one go while a block is in doubt.
+# Pairs that are evaluated at a time.
 _TILE = 1 << 22
 
-# Into how many smaller blocks one is cut, each way, before its pairs are looked at.
+# Into how many smaller blocks a block is divided along each axis before its pairs are evaluated.
 _PARTS = 32
 
 
@@ -63,8 +63,8 @@ def draw(mask: "MaskInfo", batch: int, head: int, block_q: int, block_k: int) ->
 def block_states(rule: Rule, q_len: int, kv_len: int, block_q: int, block_k: int) -> np.ndarray:
     """Whether all, some or none of the pairs of each block are allowed.
 
-    What the rules say of a block is certain unless they leave it partial; only then are its pairs
-    looked at, one block at a time.
+    The block bounds of a rule are certain for empty and full blocks. The pairs of the others are
+    evaluated, one block at a time.
     """
     some, every = (
         np.array(bound.reshape(bound.shape[-2:]))
@@ -73,7 +73,7 @@ def block_states(rule: Rule, q_len: int, kv_len: int, block_q: int, block_k: int
     for i, j in np.argwhere(some & ~every):
         q_start, k_start = int(i) * block_q, int(j) * block_k
         q_size, k_size = min(block_q, q_len - q_start), min(block_k, kv_len - k_start)
-        some[i, j], every[i, j] = _look(rule, q_start, q_size, k_start, k_size)
+        some[i, j], every[i, j] = _some_and_every(rule, q_start, q_size, k_start, k_size)
     return np.where(every, FULL, np.where(some, PARTIAL, EMPTY)).astype(np.int8)
 
 
@@ -122,7 +122,9 @@ def block_labels(ids: np.ndarray, block: int) -> list[Label]:
     return labels
 
 
-def _look(rule: Rule, q_start: int, q_len: int, k_start: int, k_len: int) -> tuple[bool, bool]:
+def _some_and_every(
+    rule: Rule, q_start: int, q_len: int, k_start: int, k_len: int
+) -> tuple[bool, bool]:
     """Whether some and whether every pair of a rectangle is allowed."""
     # A smaller block that is certainly full and one that is certainly empty settle it.
     if min(q_len, k_len) >= 2 * _PARTS:

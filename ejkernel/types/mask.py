@@ -467,7 +467,7 @@ class MaskInfo:
         counts as empty for the others.
 
         Args:
-            max_segments: number of segments that the result has room for.
+            max_segments: the largest number of segments that the result can hold.
 
         Returns:
             `(max_segments + 1,)` for queries and for keys, int32, from 0; the total fills the rest.

@@ -116,7 +116,7 @@ def _extend(values: jax.Array, by: int, axis: int, fill: Fill) -> jax.Array:
 
 
 def index_or_first(value: jax.Array, b: Index) -> jax.Array:
-    """Row `b` of `value`, whose only row serves every `b`."""
+    """Row `b` of `value`; a single row is shared by every `b`."""
     if value.shape[0] == 1:
         return value[0]
     if isinstance(b, int):
@@ -125,7 +125,7 @@ def index_or_first(value: jax.Array, b: Index) -> jax.Array:
 
 
 def head_of(mask: jax.Array, n: Index) -> jax.Array:
-    """Head `n` of `[..., n, q, k]`, whose only head serves every `n`."""
+    """Head `n` of `[..., n, q, k]`; a single head is shared by every `n`."""
     if mask.shape[-3] == 1:
         return mask
     return lax.dynamic_slice_in_dim(mask, n, 1, mask.ndim - 3)

@@ -1,4 +1,4 @@
-"""From the mask arguments of a call to one rule: everything that hides a key, in one place."""
+"""From the mask arguments of a call to one rule: masks, causality, windows, packed sequences."""
 
 import functools
 import operator
@@ -34,7 +34,7 @@ def attention_rule(
     cum_seqlens_q: object = None,
     cum_seqlens_k: object = None,
 ) -> Rule:
-    """The conjunction of everything that was said about who may see whom."""
+    """The rule of a call: the conjunction of all its mask arguments."""
     rule: Rule = Everything()
     if mask_info is not None:
         rule = _from_mask_info(op, extent, mask_info)
@@ -56,7 +56,7 @@ def attention_rule(
 
 
 def chunk_rule(op: str, size: object) -> Rule:
-    """Query and key in the same chunk of this many positions, the key not after the query."""
+    """Causal attention inside chunks of `size` positions."""
     if size is None:
         return Everything()
     if not isinstance(size, int | np.integer) or size < 1:
@@ -90,7 +90,7 @@ def _from_mask_info(op: str, extent: Extent, mask_info: object) -> Rule:
     if lengths != (extent.queries, extent.keys) or batch not in (None, 1, extent.batch):
         raise ValueError(
             f"{op}: mask_info has shape {mask_info.shape} (batch, queries, keys), the arrays have "
-            f"{(extent.batch, extent.queries, extent.keys)}; a batch of 1 serves every row."
+            f"{(extent.batch, extent.queries, extent.keys)}; a batch of 1 is shared by every row."
         )
     if mask_info.rule.heads not in (1, extent.heads):
         raise ValueError(
@@ -117,10 +117,10 @@ def _offset(op: str, offset: object, count: int, per: str) -> int | jax.Array:
 
 
 class _Packing(NamedTuple):
-    """Sequences laid end to end: where each token's sequence is, and where it would sit in keys."""
+    """Packed sequences: the segment of each token, and the key that corresponds to each query."""
 
     segments: Segments
-    positions: jax.Array | None  # [1, t]: index of the key at the query's place; None: its own
+    positions: jax.Array | None  # [1, t]: index of that key; None: the query's own index
     count: int
 
     def rule(self, op: str, causal: bool, offset: object, window: tuple[int, int] | None) -> Rule:
@@ -159,14 +159,14 @@ def _packing(op: str, extent: Extent, cum_q: object, cum_k: object) -> _Packing:
     return _Packing(segments, positions, cum_q.shape[0] - 1)
 
 
-_FEW = 2**24  # numbers to compare
+_COMPARE_ALL_LIMIT = 2**24  # comparisons
 
 
 def _ids(cum: jax.Array, tokens: int) -> jax.Array:
     """The sequence of each token [1, tokens]; -1 past the last."""
     index = jnp.arange(tokens, dtype=cum.dtype)
-    # Few are compared with all, which is one small kernel where searching is a loop of many.
-    method = "compare_all" if cum.size * tokens <= _FEW else "scan"
+    # Comparing all is one small kernel, where a search is a loop of many.
+    method = "compare_all" if cum.size * tokens <= _COMPARE_ALL_LIMIT else "scan"
     ids = jnp.searchsorted(cum, index, side="right", method=method).astype(jnp.int32) - 1
     return jnp.where(index < cum[-1], ids, -1)[None]
 
@@ -179,7 +179,7 @@ def _same_segments(cum: jax.Array, tokens: int) -> Segments:
 
 
 def _rounded(count: int) -> int:
-    """A few documents more, so that not every number of them is another program."""
+    """`count` rounded up, so that not every number of documents is compiled anew."""
     return 1 << max(count - 1, 0).bit_length() if count < 8 else -(-count // 8) * 8
 
 
@@ -188,8 +188,8 @@ def _segments(
     cum_q: jax.Array, cum_k: jax.Array, queries: int, keys: int
 ) -> tuple[Segments, jax.Array]:
     q_ids = _ids(cum_q, queries)
-    # Where the key at the same place in the query's sequence lies. It grows with the query, so a
-    # block of queries still covers one range of keys.
+    # The key at the same position in the query's sequence. Its index grows with that of the query,
+    # so that a block of queries still sees one range of keys.
     shift = (cum_k - cum_q)[jnp.maximum(q_ids, 0)]
     positions = jnp.arange(queries, dtype=jnp.int32) + shift.astype(jnp.int32)
     return Segments(q_ids, _ids(cum_k, keys)), positions
