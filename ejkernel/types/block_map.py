@@ -29,7 +29,7 @@ class BlockList(NamedTuple):
     index: Int[Array, "b n i j"] | None
 
     def at(self, batch: Index, head: Index, row: Index, step: Index) -> Index:
-        """The block that `row` visits at `step`; a batch or head axis of size 1 is shared by all."""
+        """The block that `row` visits at `step`; batch or head axes of size 1 are shared."""
         batch = batch if self.first.shape[0] > 1 else 0
         head = head if self.first.shape[1] > 1 else 0
         if self.index is None:
