@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rule_cases import BATCH, EXAMPLES, LENGTHS, cases, full
+from rule_cases import BATCH, EXAMPLES, LENGTHS, cases, full, leaf_rules
 
 from ejkernel.types.rules import (
     And,
