@@ -1,20 +1,25 @@
 """Checks of what callers pass to `MaskInfo`; every message names the method that was called."""
 
 import operator
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.typing import ArrayLike
+
+# What `jax.numpy.asarray` takes: an array, a number, or nested lists of them.
+ArrayValues = ArrayLike | Sequence[Any]
 
 
-def concrete(value: Any) -> bool:
+def concrete(value: object) -> bool:
     """Whether no part of `value` is being traced."""
     return not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value))
 
 
-def host_values(value: Any) -> np.ndarray | None:
+def host_values(value: ArrayValues) -> np.ndarray | None:
     """The values, where looking at them is free: NumPy, or an array on a CPU device; else None."""
     if not isinstance(value, jax.Array):
         return np.asarray(value)
@@ -25,10 +30,10 @@ def host_values(value: Any) -> np.ndarray | None:
     return np.asarray(value)
 
 
-def static_integer(where: str, value: Any, least: int) -> int:
+def static_integer(where: str, value: ArrayValues, least: int) -> int:
     """A Python int of at least `least`."""
     try:
-        number = operator.index(value)
+        number = operator.index(value)  # type: ignore
     except (TypeError, jax.errors.ConcretizationTypeError):
         raise ValueError(f"{where} must be a Python integer, got {value!r}.") from None
     if number < least:
@@ -36,8 +41,8 @@ def static_integer(where: str, value: Any, least: int) -> int:
     return number
 
 
-def window_pair(where: str, window: Any) -> tuple[int, int]:
-    """A window as (left, right); one number serves both sides."""
+def window_pair(where: str, window: ArrayValues) -> tuple[int, int]:
+    """A window as (left, right); one number stands for both sides."""
     sides = window if isinstance(window, tuple | list) else (window, window)
     if len(sides) != 2:
         raise ValueError(f"{where} must be an integer or a pair (left, right), got {window!r}.")
@@ -45,7 +50,7 @@ def window_pair(where: str, window: Any) -> tuple[int, int]:
     return left, right
 
 
-def integers(where: str, values: Any, rank: int) -> jax.Array:
+def integers(where: str, values: ArrayValues, rank: int) -> jax.Array:
     """An int32 array of a given rank."""
     array = jnp.asarray(values)
     if array.ndim != rank or not jnp.issubdtype(array.dtype, jnp.integer):
@@ -56,7 +61,7 @@ def integers(where: str, values: Any, rank: int) -> jax.Array:
     return array.astype(jnp.int32)
 
 
-def numbers(where: str, value: Any, batch: int | None) -> int | jax.Array:
+def numbers(where: str, value: ArrayValues, batch: int | None) -> int | jax.Array:
     """A number as a Python int, or one number per batch row as an int32 array.
 
     Args:
@@ -86,7 +91,7 @@ def numbers(where: str, value: Any, batch: int | None) -> int | jax.Array:
     return jnp.broadcast_to(array, (max(batch, array.size),))
 
 
-def choice(where: str, value: Any, allowed: tuple) -> None:
+def choice(where: str, value: object, allowed: Collection[object]) -> None:
     """Refuse a value that is none of `allowed`."""
     if value not in allowed:
         names = ", ".join(map(repr, allowed))

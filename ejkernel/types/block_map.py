@@ -1,6 +1,6 @@
-"""Which blocks of a mask are empty, partial or full, and the lists of blocks that kernels walk."""
+"""Which blocks of a mask are empty, partial or full, and the lists of blocks that kernels visit."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Int, Int8
 
 from ejkernel.types.rule import Rule
+from ejkernel.types.rule_arrays import Index
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
@@ -27,8 +28,8 @@ class BlockList(NamedTuple):
     count: Int[Array, "b n i"]
     index: Int[Array, "b n i j"] | None
 
-    def at(self, batch: Any, head: Any, row: Any, step: Any) -> Any:
-        """The block that `row` visits at `step`; a batch or head axis of size 1 serves all."""
+    def at(self, batch: Index, head: Index, row: Index, step: Index) -> Index:
+        """The block that `row` visits at `step`; batch or head axes of size 1 are shared."""
         batch = batch if self.first.shape[0] > 1 else 0
         head = head if self.first.shape[1] > 1 else 0
         if self.index is None:
@@ -91,7 +92,7 @@ def block_map(rule: Rule, q_len: int, kv_len: int, block_q: int, block_k: int) -
 def _block_list(active: jax.Array, contiguous: bool) -> BlockList:
     size = active.shape[-1]
     position = jnp.arange(size, dtype=jnp.int32)
-    # The inactive come behind the active, whatever their position.
+    # Inactive blocks are sorted after the active ones.
     ascending = jnp.where(active, position, size)
     first, last, count = lax.reduce(
         (ascending, jnp.where(active, position, 0), active.astype(jnp.int32)),

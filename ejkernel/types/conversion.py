@@ -5,18 +5,19 @@ where the query may see the key; segment ids are `[b, t]`, negative for padding;
 the start and end of each row of a padded batch, `[start_0, end_0, start_1, end_1, ...]`.
 """
 
-from typing import Any, Literal
+from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from ejkernel.types.arguments import ArrayValues
 from ejkernel.types.rules import Segments
 
 KEY_PADDING_POSITION = 2**31 - 1
 
 
-def mask_to_segment_ids(mask: Any, per_head: bool = False) -> tuple[jax.Array, jax.Array]:
+def mask_to_segment_ids(mask: ArrayValues, per_head: bool = False) -> tuple[jax.Array, jax.Array]:
     """Segment ids that say as much of a mask of pairs as ids can.
 
     Where the mask of a batch row is exactly a set of disjoint segments, the ids give it back:
@@ -51,9 +52,28 @@ def mask_to_segment_ids(mask: Any, per_head: bool = False) -> tuple[jax.Array, j
     return function(mask)
 
 
+@overload
 def segment_ids_to_mask(
-    segment_ids: Any, dtype: DTypeLike = jnp.bool_, return_separate_masks: bool = False
-) -> Any:
+    segment_ids: ArrayValues,
+    dtype: DTypeLike = jnp.bool_,
+    return_separate_masks: Literal[False] = False,
+) -> jax.Array: ...
+
+
+@overload
+def segment_ids_to_mask(
+    segment_ids: ArrayValues,
+    dtype: DTypeLike = jnp.bool_,
+    *,
+    return_separate_masks: Literal[True],
+) -> tuple[jax.Array, jax.Array, jax.Array]: ...
+
+
+def segment_ids_to_mask(
+    segment_ids: ArrayValues,
+    dtype: DTypeLike = jnp.bool_,
+    return_separate_masks: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array, jax.Array]:
     """The mask of pairs of the same segment.
 
     Args:
@@ -76,7 +96,9 @@ def segment_ids_to_mask(
 
 
 def segment_ids_to_qkv_masks(
-    q_segment_ids: Any, kv_segment_ids: Any = None, dtype: DTypeLike = jnp.bool_
+    q_segment_ids: ArrayValues,
+    kv_segment_ids: ArrayValues | None = None,
+    dtype: DTypeLike = jnp.bool_,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The masks of queries `[b, t]`, of keys `[b, s]` and of pairs `[b, 1, t, s]`.
 
@@ -85,11 +107,11 @@ def segment_ids_to_qkv_masks(
     ([[1, 0]], [[1, 0]], [[[[1, 0], [0, 0]]]])
     """
     kv_segment_ids = q_segment_ids if kv_segment_ids is None else kv_segment_ids
-    return segment_ids_to_mask((q_segment_ids, kv_segment_ids), dtype, True)
+    return segment_ids_to_mask((q_segment_ids, kv_segment_ids), dtype, return_separate_masks=True)
 
 
 def qkv_masks_to_cu_seqlens(
-    q_mask: Any, kv_mask: Any = None, *, out_dtype: DTypeLike = jnp.int32
+    q_mask: ArrayValues, kv_mask: ArrayValues | None = None, *, out_dtype: DTypeLike = jnp.int32
 ) -> tuple[jax.Array, jax.Array]:
     """Start and end of the tokens of each row, `(2 b,)` for queries and for keys.
 
@@ -102,7 +124,9 @@ def qkv_masks_to_cu_seqlens(
     return _ends_of_tokens(q_mask, out_dtype), _ends_of_tokens(kv_mask, out_dtype)
 
 
-def cu_seqlens_to_mask(cu_seqlens: Any, max_len: int, dtype: DTypeLike = jnp.bool_) -> jax.Array:
+def cu_seqlens_to_mask(
+    cu_seqlens: ArrayValues, max_len: int, dtype: DTypeLike = jnp.bool_
+) -> jax.Array:
     """The mask of tokens `[b, max_len]` of start and end pairs `(2 b,)`.
 
     Raises:
@@ -123,10 +147,10 @@ def cu_seqlens_to_mask(cu_seqlens: Any, max_len: int, dtype: DTypeLike = jnp.boo
 
 
 def qkv_cu_seqlens_to_qkv_masks(
-    cu_seqlens_q: Any,
+    cu_seqlens_q: ArrayValues,
     *,
     max_q_len: int,
-    cu_seqlens_kv: Any = None,
+    cu_seqlens_kv: ArrayValues | None = None,
     max_kv_len: int | None = None,
     dtype: DTypeLike = jnp.bool_,
 ) -> tuple[jax.Array, jax.Array]:
@@ -145,10 +169,10 @@ def qkv_cu_seqlens_to_qkv_masks(
 
 
 def qkv_cu_seqlens_to_attention_mask(
-    cu_seqlens_q: Any,
+    cu_seqlens_q: ArrayValues,
     *,
     max_q_len: int,
-    cu_seqlens_kv: Any = None,
+    cu_seqlens_kv: ArrayValues | None = None,
     max_kv_len: int | None = None,
     dtype: DTypeLike = jnp.bool_,
 ) -> jax.Array:
@@ -164,7 +188,7 @@ def qkv_cu_seqlens_to_attention_mask(
 
 
 def attention_mask_to_qkv_cu_seqlens(
-    attention_mask: Any,
+    attention_mask: ArrayValues,
     *,
     reduce_heads: Literal["any", "all", "first"] = "any",
     out_dtype: DTypeLike = jnp.int32,
@@ -228,7 +252,7 @@ def _segments_of_one(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
     )
 
 
-def _ends_of_tokens(mask: Any, dtype: DTypeLike) -> jax.Array:
+def _ends_of_tokens(mask: ArrayValues, dtype: DTypeLike) -> jax.Array:
     """First token and one past the last of each row of `[..., t]`, as one array."""
     mask = jnp.asarray(mask) != 0
     start = jnp.argmax(mask, axis=-1)

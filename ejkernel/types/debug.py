@@ -85,7 +85,9 @@ def _uninstall(cls: type) -> None:
     cls._debug_originals = {}  # type: ignore
 
 
-def _printing(name: str, attribute: Any) -> Any:
+def _printing(
+    name: str, attribute: object
+) -> property | classmethod | staticmethod | Callable | None:
     """`attribute` with a printed line, or None if it is neither a method nor a property."""
     if isinstance(attribute, property) and attribute.fget is not None:
         return property(_printing_function(name, attribute.fget, 1, is_property=True))
@@ -100,7 +102,7 @@ def _printing_function(
     name: str, function: Callable, skipped: int, is_property: bool = False
 ) -> Callable:
     @functools.wraps(function)
-    def printing(*args: Any, **kwargs: Any) -> Any:
+    def printing(*args: object, **kwargs: object) -> object:
         if getattr(_inside, "call", False):  # only what the user called, not what that calls
             return function(*args, **kwargs)
         _inside.call = True
@@ -117,9 +119,10 @@ def _printing_function(
     return printing
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     if type(value) in _watched:
-        return f"{type(value).__name__}({', '.join(map(str, value.shape))})"
+        shape = getattr(value, "shape", ())
+        return f"{type(value).__name__}({', '.join(map(str, shape))})"
     if isinstance(value, tuple | list):
         return f"({', '.join(map(_shown, value))})"
     text = summary(value)

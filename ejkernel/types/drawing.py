@@ -2,21 +2,29 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.types import mask_ids
 from ejkernel.types.block_map import EMPTY, FULL, PARTIAL
+from ejkernel.types.rule_arrays import Index
 from ejkernel.types.rules import Rule
+
+if TYPE_CHECKING:
+    from ejkernel.types.mask import MaskInfo
 
 MIXED, PADDING = "mixed", "padding"
 
-# Pairs that are looked at in one go while a block is in doubt.
+# The segment id that all tokens of a block share, or why there is none.
+Label = int | Literal["mixed", "padding"]
+
+# Pairs that are evaluated at a time.
 _TILE = 1 << 22
 
-# Into how many smaller blocks one is cut, each way, before its pairs are looked at.
+# Into how many smaller blocks a block is divided along each axis before its pairs are evaluated.
 _PARTS = 32
 
 
@@ -35,14 +43,14 @@ class Drawing:
     states: np.ndarray
     block_q: int
     block_k: int
-    q_labels: list[Any]
-    kv_labels: list[Any]
+    q_labels: list[Label]
+    kv_labels: list[Label]
 
 
-def draw(mask: Any, batch: int, head: int, block_q: int, block_k: int) -> Drawing:
+def draw(mask: "MaskInfo", batch: int, head: int, block_q: int, block_k: int) -> Drawing:
     """The blocks of one head of one batch row of a `MaskInfo`."""
     rule = mask.rule.row(batch).head(head)
-    q_ids, kv_ids = (np.asarray(jnp.atleast_2d(ids)[batch]) for ids in mask._ids())
+    q_ids, kv_ids = (np.asarray(jnp.atleast_2d(ids)[batch]) for ids in mask_ids.reported(mask))
     return Drawing(
         block_states(rule, mask.q_len, mask.kv_len, block_q, block_k),
         block_q,
@@ -55,8 +63,8 @@ def draw(mask: Any, batch: int, head: int, block_q: int, block_k: int) -> Drawin
 def block_states(rule: Rule, q_len: int, kv_len: int, block_q: int, block_k: int) -> np.ndarray:
     """Whether all, some or none of the pairs of each block are allowed.
 
-    What the rules say of a block is certain unless they leave it partial; only then are its pairs
-    looked at, one block at a time.
+    The block bounds of a rule are certain for empty and full blocks. The pairs of the others are
+    evaluated, one block at a time.
     """
     some, every = (
         np.array(bound.reshape(bound.shape[-2:]))
@@ -65,7 +73,7 @@ def block_states(rule: Rule, q_len: int, kv_len: int, block_q: int, block_k: int
     for i, j in np.argwhere(some & ~every):
         q_start, k_start = int(i) * block_q, int(j) * block_k
         q_size, k_size = min(block_q, q_len - q_start), min(block_k, kv_len - k_start)
-        some[i, j], every[i, j] = _look(rule, q_start, q_size, k_start, k_size)
+        some[i, j], every[i, j] = _some_and_every(rule, q_start, q_size, k_start, k_size)
     return np.where(every, FULL, np.where(some, PARTIAL, EMPTY)).astype(np.int8)
 
 
@@ -105,16 +113,18 @@ def _in_parts(bound: np.ndarray, sizes: tuple[int, int, int, int], beyond: bool)
     return np.pad(bound, padding, constant_values=beyond).reshape(sizes)
 
 
-def block_labels(ids: np.ndarray, block: int) -> list[Any]:
+def block_labels(ids: np.ndarray, block: int) -> list[Label]:
     """The id that all tokens of each block share; `MIXED` or `PADDING` where there is none."""
-    labels: list[Any] = []
+    labels: list[Label] = []
     for start in range(0, len(ids), block):
         values = np.unique(np.maximum(ids[start : start + block], -1))
         labels.append(MIXED if len(values) > 1 else PADDING if values[0] < 0 else int(values[0]))
     return labels
 
 
-def _look(rule: Rule, q_start: int, q_len: int, k_start: int, k_len: int) -> tuple[bool, bool]:
+def _some_and_every(
+    rule: Rule, q_start: int, q_len: int, k_start: int, k_len: int
+) -> tuple[bool, bool]:
     """Whether some and whether every pair of a rectangle is allowed."""
     # A smaller block that is certainly full and one that is certainly empty settle it.
     if min(q_len, k_len) >= 2 * _PARTS:
@@ -133,18 +143,24 @@ def _look(rule: Rule, q_start: int, q_len: int, k_start: int, k_len: int) -> tup
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
-def _blocks(rule: Rule, q_len: int, kv_len: int, block_q: int, block_k: int):
+def _blocks(
+    rule: Rule, q_len: int, kv_len: int, block_q: int, block_k: int
+) -> tuple[jax.Array, jax.Array]:
     return rule.blocks(q_len, kv_len, block_q, block_k)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 4))
-def _pairs(rule: Rule, q_start: Any, q_len: int, k_start: Any, k_len: int):
+def _pairs(
+    rule: Rule, q_start: Index, q_len: int, k_start: Index, k_len: int
+) -> tuple[jax.Array, jax.Array]:
     dense = rule.slice(q_start, q_len, k_start, k_len).dense(q_len, k_len)
     return dense.any(), dense.all()
 
 
 @functools.partial(jax.jit, static_argnums=(2, 4))
-def _inner_blocks(rule: Rule, q_start: Any, q_len: int, k_start: Any, k_len: int):
+def _inner_blocks(
+    rule: Rule, q_start: Index, q_len: int, k_start: Index, k_len: int
+) -> tuple[jax.Array, jax.Array]:
     part = rule.slice(q_start, q_len, k_start, k_len)
     some, every = part.blocks(q_len, k_len, q_len // _PARTS, k_len // _PARTS)
     return every.any(), ~some.all()

@@ -1,11 +1,14 @@
 """A mask as text for a terminal."""
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ejkernel.types.arguments import choice, concrete, static_integer
 from ejkernel.types.block_map import EMPTY, FULL, PARTIAL
-from ejkernel.types.drawing import MIXED, PADDING, Drawing, draw
+from ejkernel.types.drawing import MIXED, PADDING, Drawing, Label, draw
+
+if TYPE_CHECKING:
+    from ejkernel.types.mask import MaskInfo
 
 _FILLS = {
     "unicode": {FULL: "██", PARTIAL: "░░", EMPTY: "  "},
@@ -15,7 +18,7 @@ _MASK_LEGEND = "Legend mask: full='██'/##, partial='░░'/.., empty='  '"
 _SEGMENT_LEGEND = "Legend seg: left=Q block ID, top=KV block ID, PAD=-1, MIX=??"
 
 
-def check_head(where: str, mask: Any, batch: int, head: int) -> None:
+def check_head(where: str, mask: "MaskInfo", batch: int, head: int) -> None:
     """Refuse a batch row or head that the mask does not have, and a mask without values."""
     if not concrete(mask):
         raise ValueError(f"{where}: a mask that is being traced has no values to show.")
@@ -27,24 +30,22 @@ def check_head(where: str, mask: Any, batch: int, head: int) -> None:
 
 
 def render_text(
-    mask: Any,
+    mask: "MaskInfo",
     block_size: int,
     batch: int,
     head: int,
-    fit_in_screen: bool,
-    max_rows: int,
-    max_cols: int,
+    screen: tuple[int, int] | None,
     charset: str,
     show_segments: bool,
 ) -> str:
-    """What `MaskInfo.visualize` prints."""
+    """What `MaskInfo.visualize` prints; `screen` is the most rows and columns of blocks."""
     where = "MaskInfo.visualize"
     check_head(where, mask, batch, head)
     choice(f"{where}: charset", charset, tuple(_FILLS))
     block_q = block_k = static_integer(f"{where}: block_size", block_size, 1)
-    if fit_in_screen:
-        most_rows = static_integer(f"{where}: max_rows", max_rows, 1)
-        most_columns = static_integer(f"{where}: max_cols", max_cols, 1)
+    if screen is not None:
+        most_rows = static_integer(f"{where}: max_rows", screen[0], 1)
+        most_columns = static_integer(f"{where}: max_cols", screen[1], 1)
         block_q *= _grouping(mask.q_len, block_q, most_rows)
         block_k *= _grouping(mask.kv_len, block_k, most_columns)
     drawing = draw(mask, batch, head, block_q, block_k)
@@ -73,13 +74,17 @@ def _body(drawing: Drawing, fills: dict[int, str], show_segments: bool) -> list[
     return [*lines, rule]
 
 
-def _left_label(label: Any) -> str:
-    return {MIXED: "MIX", PADDING: "PAD"}.get(label) or f"{label:02d}"
+def _left_label(label: Label) -> str:
+    if isinstance(label, int):
+        return f"{label:02d}"
+    return {MIXED: "MIX", PADDING: "PAD"}[label]
 
 
-def _top_label(label: Any) -> str:
+def _top_label(label: Label) -> str:
     """Two characters, as wide as a block; of a longer id the last two digits."""
-    return {MIXED: "??", PADDING: "  "}.get(label) or f"{label % 100:02d}"
+    if isinstance(label, int):
+        return f"{label % 100:02d}"
+    return {MIXED: "??", PADDING: "  "}[label]
 
 
 def _grouping(length: int, block: int, most: int) -> int:

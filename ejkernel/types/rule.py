@@ -8,12 +8,12 @@ axis (of size 1 where all rows agree) or none, as after `row` or inside `vmap`.
 import dataclasses
 import functools
 import operator
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-from ejkernel.types.rule_arrays import Grid, as_start, index_or_first
+from ejkernel.types.rule_arrays import Grid, Index, Start, as_start, index_or_first
 from ejkernel.types.rule_tree import (
     STATIC_TYPES,
     arrays_of,
@@ -31,8 +31,8 @@ class Rule:
     Arrays (and rules inside rules) are children of the pytree; numbers and strings are static.
     """
 
-    def __init_subclass__(cls, **kwargs: Any):
-        super().__init_subclass__(**kwargs)
+    def __init_subclass__(cls):
+        super().__init_subclass__()
         register(cls)
 
     def __and__(self, other: "Rule") -> "Rule":
@@ -41,7 +41,7 @@ class Rule:
     def __or__(self, other: "Rule") -> "Rule":
         return _unwrap(Or((self, other)))
 
-    def row(self, b: Any) -> "Rule":
+    def row(self, b: Index) -> "Rule":
         """The rule of batch row `b`, its arrays without the batch axis."""
         changes = {}
         for name, value in arrays_of(self):
@@ -49,11 +49,11 @@ class Rule:
                 changes[name] = index_or_first(value, b)
         return self._changed(**changes)
 
-    def head(self, n: Any) -> "Rule":
+    def head(self, n: Index) -> "Rule":
         """The rule of head `n`, which differs only for a dense mask that has heads."""
         return self
 
-    def slice(self, q_start: Any, q_len: int, k_start: Any, k_len: int) -> "Rule":
+    def slice(self, q_start: Index, q_len: int, k_start: Index, k_len: int) -> "Rule":
         """The rule of the rectangle at (q_start, k_start), indices counted from there.
 
         The rectangle lies inside the mask, or its starts are multiples of its lengths (a tile at
@@ -72,7 +72,7 @@ class Rule:
         """
         return self.sliced(as_start(q_start), q_len, as_start(k_start), k_len)
 
-    def sliced(self, q_start: Any, q_len: int, k_start: Any, k_len: int) -> "Rule":
+    def sliced(self, q_start: Start, q_len: int, k_start: Start, k_len: int) -> "Rule":
         """`slice` for starts that are ints or int32 arrays."""
         raise NotImplementedError
 
@@ -179,7 +179,7 @@ class Rule:
         shown = ", ".join(f"{name}={summary(value)}" for name, value in values if value is not None)
         return f"{type(self).__name__}({shown})"
 
-    def _changed(self, **changes: Any) -> "Rule":
+    def _changed(self, **changes: object) -> "Rule":
         """A copy with other field values and no validation."""
         return changed(self, changes) if changes else self
 
@@ -188,7 +188,7 @@ class Rule:
 class Everything(Rule):
     """Every pair is allowed."""
 
-    def sliced(self, q_start: Any, q_len: int, k_start: Any, k_len: int) -> Rule:
+    def sliced(self, q_start: Start, q_len: int, k_start: Start, k_len: int) -> Rule:
         return self
 
     def allowed(self, q_len: int, kv_len: int) -> jax.Array:
@@ -206,18 +206,28 @@ class Everything(Rule):
         return True
 
 
+class Offset(Rule):
+    """Shared by the rules that count queries and keys from starts of their own."""
+
+    q_start: int | jax.Array
+    k_start: int | jax.Array
+
+    def sliced(self, q_start: Start, q_len: int, k_start: Start, k_len: int) -> Rule:
+        return self._changed(q_start=self.q_start + q_start, k_start=self.k_start + k_start)
+
+
 class _Combination(Rule):
     """Shared by `And` and `Or`: everything but the connective."""
 
     rules: tuple[Rule, ...]
 
-    def row(self, b: Any) -> Rule:
+    def row(self, b: Index) -> Rule:
         return self._each(lambda rule: rule.row(b))
 
-    def head(self, n: Any) -> Rule:
+    def head(self, n: Index) -> Rule:
         return self._each(lambda rule: rule.head(n))
 
-    def sliced(self, q_start: Any, q_len: int, k_start: Any, k_len: int) -> Rule:
+    def sliced(self, q_start: Start, q_len: int, k_start: Start, k_len: int) -> Rule:
         return self._each(lambda rule: rule.sliced(q_start, q_len, k_start, k_len))
 
     def with_batch(self, size: int) -> Rule:
@@ -244,7 +254,7 @@ class _Combination(Rule):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, self.rules))})"
 
-    def _each(self, change) -> Rule:
+    def _each(self, change: Callable[[Rule], Rule]) -> Rule:
         return self._changed(rules=tuple(change(rule) for rule in self.rules))
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import operator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +9,15 @@ import numpy as np
 from jax import lax
 
 from ejkernel.types.rule_tree import is_array
+
+# A number or position that is known when the mask is made, or only when the program runs.
+Index = int | np.integer | jax.Array
+
+# The first query or key of a rectangle: static, traced, or one per batch row `[b]`.
+Start = int | jax.Array
+
+# What stands beyond the end of an array.
+Fill = bool | int | np.integer
 
 # Bounds beyond any length: far from overflowing int32 when an index is added to them.
 LARGE = 2**30
@@ -35,24 +43,26 @@ class Grid:
         return first[None, :], last[None, :]
 
 
-def per_row(number: Any) -> Any:
+def per_row(number: Index) -> Index:
     """A number shaped against `[..., n, q, k]`; an array has one entry per batch row."""
     return number[..., None, None, None] if is_array(number) else number
 
 
-def shift(number: Any, by: Any) -> Any:
+def shift(number: Index | None, by: Index) -> Index | None:
     """`number + by`, static where both are; None, an open bound, stays None."""
     return None if number is None else number + by
 
 
-def bounded(number: Any) -> Any:
+def bounded(number: Index) -> Index:
     """`number` kept away from the ends of int32, so that adding an index cannot overflow."""
     if is_array(number):
         return jnp.clip(number, -LARGE, LARGE)
     return max(-LARGE, min(LARGE, number))
 
 
-def take(values: jax.Array, start: Any, length: int, axis: int, fill: Any, row_rank: int = 1):
+def take(
+    values: jax.Array, start: Start, length: int, axis: int, fill: Fill, row_rank: int = 1
+) -> jax.Array:
     """`values[start:start + length]` along a negative `axis`, `fill` beyond the end.
 
     Args:
@@ -66,13 +76,13 @@ def take(values: jax.Array, start: Any, length: int, axis: int, fill: Any, row_r
     Returns:
         The values, with a batch axis if either argument has one.
     """
-    if jnp.ndim(start) == 1:
+    if not isinstance(start, int) and start.ndim == 1:
         row = values.shape[values.ndim - row_rank :]
         rows = jnp.broadcast_to(values, (start.shape[0], *row))
         return jax.vmap(lambda row, at: take(row, at, length, axis, fill))(rows, start)
     axis += values.ndim
     extent = values.shape[axis]
-    if not is_array(start):
+    if isinstance(start, int):
         begin, end = min(start, extent), min(start + length, extent)
         inside = lax.slice_in_dim(values, begin, end, axis=axis)
         return _extend(inside, length - (end - begin), axis, fill)
@@ -97,7 +107,7 @@ def cut(values: jax.Array, block: int) -> jax.Array:
     return jnp.pad(values, padding, mode="edge").reshape(*values.shape[:-1], -1, block)
 
 
-def _extend(values: jax.Array, by: int, axis: int, fill: Any) -> jax.Array:
+def _extend(values: jax.Array, by: int, axis: int, fill: Fill) -> jax.Array:
     if by == 0:
         return values
     padding = [(0, 0)] * values.ndim
@@ -105,8 +115,8 @@ def _extend(values: jax.Array, by: int, axis: int, fill: Any) -> jax.Array:
     return jnp.pad(values, padding, constant_values=fill)
 
 
-def index_or_first(value: jax.Array, b: Any) -> jax.Array:
-    """Row `b` of `value`, whose only row serves every `b`."""
+def index_or_first(value: jax.Array, b: Index) -> jax.Array:
+    """Row `b` of `value`; a single row is shared by every `b`."""
     if value.shape[0] == 1:
         return value[0]
     if isinstance(b, int):
@@ -114,7 +124,14 @@ def index_or_first(value: jax.Array, b: Any) -> jax.Array:
     return lax.dynamic_index_in_dim(value, b, axis=0, keepdims=False)
 
 
-def as_start(start: Any) -> Any:
+def head_of(mask: jax.Array, n: Index) -> jax.Array:
+    """Head `n` of `[..., n, q, k]`; a single head is shared by every `n`."""
+    if mask.shape[-3] == 1:
+        return mask
+    return lax.dynamic_slice_in_dim(mask, n, 1, mask.ndim - 3)
+
+
+def as_start(start: Index) -> Start:
     """A start as a Python int if it is known, else as an int32 array."""
     return (
         operator.index(start)

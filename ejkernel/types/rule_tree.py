@@ -5,12 +5,18 @@ Rebuilding never validates, because JAX puts placeholders, specs and None where 
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TypeGuard, TypeVar
 
 import jax
 from jax.tree_util import GetAttrKey
 
 STATIC_TYPES = (type(None), bool, int, str)
+
+# Names of the children of a pytree; names and values of its static fields.
+Structure = tuple[tuple[str, ...], tuple[tuple[str, object], ...]]
+
+_Object = TypeVar("_Object")
 
 
 def register(cls: type) -> None:
@@ -20,7 +26,7 @@ def register(cls: type) -> None:
     )
 
 
-def is_array(value: Any) -> bool:
+def is_array(value: object) -> TypeGuard[jax.Array]:
     """Whether a field holds an array rather than a static number, a string or None."""
     return not isinstance(value, STATIC_TYPES)
 
@@ -39,12 +45,12 @@ def full_rank(cls: type, name: str) -> int:
     return max(len(m.dim_str.split()) for m in members if hasattr(m, "dim_str"))
 
 
-def arrays_of(rule: Any) -> list[tuple[str, Any]]:
+def arrays_of(rule: object) -> list[tuple[str, Any]]:
     """Name and value of each field that holds an array."""
     return [(name, rule.__dict__[name]) for name in _structure(rule)[0]]
 
 
-def _structure(rule: Any) -> tuple[tuple[str, ...], tuple]:
+def _structure(rule: object) -> Structure:
     """Names of the fields that are children of the pytree, and the others with their values.
 
     Remembered when a rule is rebuilt: then anything may stand where an array stood, an int too.
@@ -59,18 +65,20 @@ def _structure(rule: Any) -> tuple[tuple[str, ...], tuple]:
     return remembered
 
 
-def _flatten(rule: Any):
+def _flatten(rule: object) -> tuple[tuple[object, ...], Structure]:
     structure = _structure(rule)
     values = rule.__dict__
     return tuple([values[name] for name in structure[0]]), structure
 
 
-def _flatten_with_keys(rule: Any):
+def _flatten_with_keys(
+    rule: object,
+) -> tuple[tuple[tuple[GetAttrKey, object], ...], Structure]:
     children, structure = _flatten(rule)
     return tuple(zip(map(GetAttrKey, structure[0]), children, strict=True)), structure
 
 
-def _unflatten(cls: type, structure: tuple, children: Any) -> Any:
+def _unflatten(cls: type[_Object], structure: Structure, children: Iterable[object]) -> _Object:
     names, static = structure
     rule = object.__new__(cls)
     values = rule.__dict__
@@ -80,7 +88,7 @@ def _unflatten(cls: type, structure: tuple, children: Any) -> Any:
     return rule
 
 
-def changed(rule: Any, changes: dict[str, Any]) -> Any:
+def changed(rule: _Object, changes: dict[str, object]) -> _Object:
     """A copy of `rule` with other field values and no validation."""
     copy = object.__new__(type(rule))
     for name in field_names(type(rule)):
@@ -88,8 +96,9 @@ def changed(rule: Any, changes: dict[str, Any]) -> Any:
     return copy
 
 
-def summary(value: Any) -> str:
+def summary(value: object) -> str:
     """Dtype and shape of an array, such as `int32[2,8]`; anything else as it prints."""
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if shape is not None and dtype is not None:
+        return f"{dtype}[{','.join(map(str, shape))}]"
     return repr(value)

@@ -23,7 +23,10 @@ from ejkernel.types.rule import And as And
 from ejkernel.types.rule import Everything as Everything
 from ejkernel.types.rule import Or as Or
 from ejkernel.types.rule import Rule as Rule
+from ejkernel.types.rules_array import NO_KEY as NO_KEY
+from ejkernel.types.rules_array import NO_QUERY as NO_QUERY
 from ejkernel.types.rules_array import Dense as Dense
+from ejkernel.types.rules_array import Match as Match
 from ejkernel.types.rules_array import Segments as Segments
 from ejkernel.types.rules_array import TokenTypes as TokenTypes
 from ejkernel.types.rules_array import ZeroPolicy as ZeroPolicy

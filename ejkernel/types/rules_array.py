@@ -1,7 +1,7 @@
 """Rules that follow from an array per token, or from a whole mask."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,27 +10,30 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from ejkernel.types.rule import Rule
-from ejkernel.types.rule_arrays import Grid, cut, take
+from ejkernel.types.rule_arrays import Grid, Index, Start, cut, head_of, take
 
 ZeroPolicy = Literal["q", "kv", "both", "none"]
 
-# Marks of a token that matches nothing, different for queries and keys so that no two match.
-_NO_QUERY, _NO_KEY = np.int32(-(2**31)), np.int32(-(2**31) + 1)
+# Ids of tokens that match nothing: different for queries and keys, so that they are never equal.
+NO_QUERY, NO_KEY = np.int32(-(2**31)), np.int32(-(2**31) + 1)
 
 
-class _Match(Rule):
-    """Shared by the rules of the form "query and key carry the same number"."""
+class Match(Rule):
+    """Shared by the rules of the form "query and key carry the same id"."""
 
-    def _values(self) -> tuple[jax.Array, jax.Array]:
-        """Query and key numbers `[..., t]`, `[..., s]`; the marks above where nothing matches."""
+    def id_pair(self) -> tuple[jax.Array, jax.Array]:
+        """Ids of queries `[..., t]` and of keys `[..., s]`; equal ids allow a pair.
+
+        A query that matches nothing has the id `NO_QUERY`, such a key `NO_KEY`.
+        """
         raise NotImplementedError
 
     def allowed(self, q_len: int, kv_len: int) -> jax.Array:
-        query, key = self._values()
+        query, key = self.id_pair()
         return query[..., None, :, None] == key[..., None, None, :]
 
     def block_bounds(self, grid: Grid) -> tuple[jax.Array, jax.Array]:
-        query, key = self._values()
+        query, key = self.id_pair()
         query = _Summary(query, grid.block_q, -2)
         key = _Summary(key, grid.block_k, -3)
         some = (query.least <= key.most) & (key.least <= query.most)
@@ -45,7 +48,7 @@ class _Summary:
 
     def __init__(self, values: jax.Array, block: int, axis: int):
         values = cut(values, block)  # [..., blocks, block]
-        real = values > _NO_KEY
+        real = values > NO_KEY
         limits = np.iinfo(np.int32)
         bits = jnp.where(real, jnp.uint32(1) << (values & 31).astype(jnp.uint32), jnp.uint32(0))
         # One pass over the numbers, which also compiles in half the time of four.
@@ -67,7 +70,7 @@ class _Summary:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Segments(_Match):
+class Segments(Match):
     """`q_ids[q] == kv_ids[k]`, both at least 0: tokens of one segment; negative ids are padding.
 
     `documents`, where known, promises that queries and keys have the same ids, that these are below
@@ -80,7 +83,7 @@ class Segments(_Match):
     documents: int | None = None
     starts: Int[Array, "#b m"] | Int[Array, "m"] | None = None
 
-    def sliced(self, q_start: Any, q_len: int, k_start: Any, k_len: int) -> Rule:
+    def sliced(self, q_start: Start, q_len: int, k_start: Start, k_len: int) -> Rule:
         return self._changed(
             q_ids=take(self.q_ids, q_start, q_len, -1, fill=-1),
             kv_ids=take(self.kv_ids, k_start, k_len, -1, fill=-1),
@@ -92,16 +95,16 @@ class Segments(_Match):
         # How many documents there are changes from call to call, and no choice follows from it.
         return ("segments", "array", "array", *(["documents"] if self.documents else []))
 
-    def _values(self) -> tuple[jax.Array, jax.Array]:
+    def id_pair(self) -> tuple[jax.Array, jax.Array]:
         query, key = self.q_ids.astype(jnp.int32), self.kv_ids.astype(jnp.int32)
-        return jnp.where(query < 0, _NO_QUERY, query), jnp.where(key < 0, _NO_KEY, key)
+        return jnp.where(query < 0, NO_QUERY, query), jnp.where(key < 0, NO_KEY, key)
 
     def features(self) -> frozenset[str]:
         return frozenset({"segments"})
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class TokenTypes(_Match):
+class TokenTypes(Match):
     """`q_types[q] == kv_types[k]`; unless `zero_policy` is `"none"`, type 0 matches nothing.
 
     The policies `"q"`, `"kv"` and `"both"` say whose zeros count as padding. As only equal types
@@ -112,18 +115,18 @@ class TokenTypes(_Match):
     kv_types: Int[Array, "#b s"] | Int[Array, "s"]
     zero_policy: ZeroPolicy = "q"
 
-    def sliced(self, q_start: Any, q_len: int, k_start: Any, k_len: int) -> Rule:
+    def sliced(self, q_start: Start, q_len: int, k_start: Start, k_len: int) -> Rule:
         return self._changed(
-            q_types=take(self.q_types, q_start, q_len, -1, fill=_NO_QUERY),
-            kv_types=take(self.kv_types, k_start, k_len, -1, fill=_NO_KEY),
+            q_types=take(self.q_types, q_start, q_len, -1, fill=NO_QUERY),
+            kv_types=take(self.kv_types, k_start, k_len, -1, fill=NO_KEY),
         )
 
-    def _values(self) -> tuple[jax.Array, jax.Array]:
+    def id_pair(self) -> tuple[jax.Array, jax.Array]:
         query, key = self.q_types.astype(jnp.int32), self.kv_types.astype(jnp.int32)
         if self.zero_policy in ("q", "both"):
-            query = jnp.where(query == 0, _NO_QUERY, query)
+            query = jnp.where(query == 0, NO_QUERY, query)
         if self.zero_policy in ("kv", "both"):
-            key = jnp.where(key == 0, _NO_KEY, key)
+            key = jnp.where(key == 0, NO_KEY, key)
         return query, key
 
     def features(self) -> frozenset[str]:
@@ -136,13 +139,10 @@ class Dense(Rule):
 
     mask: Bool[Array, "#b #n #t #s"] | Bool[Array, "#n #t #s"]
 
-    def head(self, n: Any) -> Rule:
-        if self.mask.shape[-3] == 1:
-            return self
-        axis = self.mask.ndim - 3
-        return self._changed(mask=lax.dynamic_slice_in_dim(self.mask, n, 1, axis))
+    def head(self, n: Index) -> Rule:
+        return self._changed(mask=head_of(self.mask, n))
 
-    def sliced(self, q_start: Any, q_len: int, k_start: Any, k_len: int) -> Rule:
+    def sliced(self, q_start: Start, q_len: int, k_start: Start, k_len: int) -> Rule:
         mask = self.mask
         if mask.shape[-2] > 1:
             mask = take(mask, q_start, q_len, -2, fill=False, row_rank=3)

@@ -1,14 +1,13 @@
 """Rules that follow from indices and a few numbers: bands, chunks, lengths."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from ejkernel.types.rule import Rule
-from ejkernel.types.rule_arrays import Grid, bounded, cut, per_row, shift, take
+from ejkernel.types.rule import Offset, Rule
+from ejkernel.types.rule_arrays import Grid, Index, Start, bounded, cut, per_row, shift, take
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -23,7 +22,7 @@ class Band(Rule):
     high: int | Int[Array, "#b"] | Int[Array, ""] | None = None
     q_positions: Int[Array, "#b t"] | Int[Array, "t"] | None = None
 
-    def sliced(self, q_start: Any, q_len: int, k_start: Any, k_len: int) -> Rule:
+    def sliced(self, q_start: Start, q_len: int, k_start: Start, k_len: int) -> Rule:
         if self.q_positions is None:
             by, positions = q_start - k_start, None
         else:
@@ -82,15 +81,12 @@ class Band(Rule):
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Chunks(Rule):
+class Chunks(Offset):
     """`(q + q_start) // size == (k + k_start) // size`: query and key lie in the same chunk."""
 
     size: int | Int[Array, "#b"] | Int[Array, ""]
     q_start: int | Int[Array, "#b"] | Int[Array, ""] = 0
     k_start: int | Int[Array, "#b"] | Int[Array, ""] = 0
-
-    def sliced(self, q_start: Any, q_len: int, k_start: Any, k_len: int) -> Rule:
-        return self._changed(q_start=self.q_start + q_start, k_start=self.k_start + k_start)
 
     def allowed(self, q_len: int, kv_len: int) -> jax.Array:
         query = jnp.arange(q_len, dtype=jnp.int32)[None, :, None]
@@ -104,7 +100,7 @@ class Chunks(Rule):
         every = (q_first == k_last) & (k_first == q_last)
         return some, every
 
-    def _chunk(self, index: jax.Array, start: Any) -> jax.Array:
+    def _chunk(self, index: jax.Array, start: Index) -> jax.Array:
         return (index + per_row(start)) // per_row(self.size)
 
     @property
@@ -122,7 +118,7 @@ class Chunks(Rule):
 class _Length(Rule):
     """Shared by `KeyLength` and `QueryLength`."""
 
-    length: Any
+    length: int | jax.Array
 
     @property
     def contiguous(self) -> bool:
@@ -142,7 +138,7 @@ class KeyLength(_Length):
 
     length: int | Int[Array, "#b"] | Int[Array, ""]
 
-    def sliced(self, q_start: Any, q_len: int, k_start: Any, k_len: int) -> Rule:
+    def sliced(self, q_start: Start, q_len: int, k_start: Start, k_len: int) -> Rule:
         return self._changed(length=self.length - k_start)
 
     def allowed(self, q_len: int, kv_len: int) -> jax.Array:
@@ -160,7 +156,7 @@ class QueryLength(_Length):
 
     length: int | Int[Array, "#b"] | Int[Array, ""]
 
-    def sliced(self, q_start: Any, q_len: int, k_start: Any, k_len: int) -> Rule:
+    def sliced(self, q_start: Start, q_len: int, k_start: Start, k_len: int) -> Rule:
         return self._changed(length=self.length - q_start)
 
     def allowed(self, q_len: int, kv_len: int) -> jax.Array:

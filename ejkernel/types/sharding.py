@@ -2,11 +2,23 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+if TYPE_CHECKING:
+    from ejkernel.types.mask import MaskInfo
 
 AxisName = str | tuple[str, ...] | None
+
+
+class MaskAxes(NamedTuple):
+    """The mesh axes of the dimensions of a mask."""
+
+    batch_axis_name: AxisName
+    qheads_axis_name: AxisName
+    kvheads_axis_name: AxisName
+    sequence_axis_name: AxisName
 
 
 class MaskSharding(NamedTuple):
@@ -21,7 +33,27 @@ class MaskSharding(NamedTuple):
     kv_positions: NamedSharding | None = None
 
 
-def fitted_sharding(mesh: Any, shape: tuple[int, ...], axes: tuple[AxisName, ...]) -> NamedSharding:
+def shardings(mask: "MaskInfo", mesh: Mesh | AbstractMesh, sequence_parallel: bool) -> MaskSharding:
+    """How each representation of a mask lies on a mesh; see `MaskInfo.get_shardings`."""
+    batch = mask.batch_size or 1
+    sequence = mask.sequence_axis_name if sequence_parallel else None
+    tokens = lambda length: _fitted(mesh, (batch, length), (mask.batch_axis_name, sequence))
+    return MaskSharding(
+        attention_mask=_fitted(
+            mesh,
+            (batch, mask.rule.heads, mask.q_len, mask.kv_len),
+            (mask.batch_axis_name, mask.qheads_axis_name, sequence, None),
+        ),
+        q_segment_ids=tokens(mask.q_len),
+        kv_segment_ids=tokens(mask.kv_len),
+        q_positions=None if mask.q_positions is None else tokens(mask.q_len),
+        kv_positions=None if mask.kv_positions is None else tokens(mask.kv_len),
+    )
+
+
+def _fitted(
+    mesh: Mesh | AbstractMesh, shape: tuple[int, ...], axes: tuple[AxisName, ...]
+) -> NamedSharding:
     """The sharding of `shape` by `axes`, without the axes that the mesh lacks.
 
     An axis whose devices do not divide its dimension is left out too.

@@ -1,21 +1,24 @@
 """A mask as a picture for a notebook."""
 
 import html
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ejkernel.types.arguments import concrete
 from ejkernel.types.block_map import FULL, PARTIAL
-from ejkernel.types.drawing import MIXED, PADDING, Drawing, draw
+from ejkernel.types.drawing import PADDING, Drawing, Label, draw
 from ejkernel.types.render import check_head
+
+if TYPE_CHECKING:
+    from ejkernel.types.mask import MaskInfo
 
 _FULL_COLOUR, _PARTIAL_COLOUR, _EMPTY_COLOUR = "#27598c", "#93b9dc", "#f3f4f6"
 _PIXELS = 320  # of the longer side
 _STRIP = 8  # width of the strips that show segments
 
 
-def render_svg(mask: Any, batch: int, head: int, max_blocks: int) -> str:
+def render_svg(mask: "MaskInfo", batch: int, head: int, max_blocks: int) -> str:
     """What `MaskInfo.to_svg` returns."""
     check_head("MaskInfo.to_svg", mask, batch, head)
     longest = max(mask.q_len, mask.kv_len)
@@ -38,7 +41,7 @@ def render_svg(mask: Any, batch: int, head: int, max_blocks: int) -> str:
     )
 
 
-def render_html(mask: Any) -> str:
+def render_html(mask: "MaskInfo") -> str:
     """What a notebook shows of a mask: its picture and a line about it."""
     text = html.escape(repr(mask))
     if not concrete(mask):
@@ -90,10 +93,8 @@ def _strips(drawing: Drawing, cell: int) -> list[str]:
     return left + top
 
 
-def _label_colour(label: Any) -> str:
-    if label == PADDING:
-        return "#ffffff"
-    if label == MIXED:
-        return "#9ca3af"
+def _label_colour(label: Label) -> str:
+    if not isinstance(label, int):
+        return "#ffffff" if label == PADDING else "#9ca3af"
     # Steps of the golden angle keep the hues of neighbouring ids apart.
     return f"hsl({round(label * 137.508) % 360},55%,60%)"

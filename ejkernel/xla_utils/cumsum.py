@@ -120,7 +120,7 @@ def _restarting_sum(
         # Read backwards, a part begins where the next one begins read forwards.
         begins = jnp.append(begins[1:], True)
 
-    def joined(left, right):
+    def joined(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple[Array, Array]:
         left_sum, left_begins = left
         right_sum, right_begins = right
         return jnp.where(right_begins, right_sum, left_sum + right_sum), left_begins | right_begins

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -18,7 +17,7 @@ def get_corrected_named_sharding(
 
     Args:
         shape: The shape of the array.
-        spec: The wish; an entry is None, the name of a mesh axis, or a tuple of names.
+        spec: The spec; an entry is None, the name of a mesh axis, or a tuple of names.
         mesh: The mesh.
 
     Returns:
@@ -32,17 +31,18 @@ def get_corrected_named_sharding(
         >>> get_corrected_named_sharding((3, 128, 6), spec, mesh).spec
         P()
     """
-    wishes = [*spec, *[None] * len(shape)]
-    entries = [_fitting(size, wish, mesh) for size, wish in zip(shape, wishes, strict=False)]
+    wanted = [*spec, *[None] * len(shape)]
+    entries = [_fitted(size, entry, mesh) for size, entry in zip(shape, wanted, strict=False)]
     if all(entry is None for entry in entries):
         entries = []
     return NamedSharding(mesh, PartitionSpec(*entries))
 
 
-def _fitting(size: int, wish: Any, mesh: Mesh | AbstractMesh) -> Any:
-    if wish is PartitionSpec.UNCONSTRAINED:
-        return wish
-    names = wish if isinstance(wish, tuple) else (wish,)
+def _fitted(size: int, entry: object, mesh: Mesh | AbstractMesh) -> object:
+    """An entry of a spec without the axes that the mesh lacks; None where they do not divide."""
+    if entry is PartitionSpec.UNCONSTRAINED:
+        return entry
+    names = entry if isinstance(entry, tuple) else (entry,)
     present = [name for name in names if name in mesh.shape]
     if not present or size % math.prod(mesh.shape[name] for name in present):
         return None

@@ -1,6 +1,6 @@
 """Packed sequences: lengths, positions, sequence ids and chunks from cumulative lengths.
 
-Sequences of different lengths stand one behind the other in one array of tokens, and `cu_seqlens`
+Sequences of different lengths stand one after the other in one array of tokens, and `cu_seqlens`
 says where each begins: `[0, len_0, len_0 + len_1, ...]`, one entry more than there are sequences.
 A sequence may be empty. NumPy arrays are taken wherever JAX arrays are; the result is a JAX array.
 
@@ -265,7 +265,7 @@ def identity_dtype_convert(dtype: DTypeLike) -> Callable[[Array], Array]:
     Forward `y = x`; backward `d_x = d_y.astype(dtype)`.
 
     Where `dtype` differs from that of the input, JAX takes such a gradient at an input that is
-    differentiated and has no other use, or right behind a cast; in the middle of a network the
+    differentiated and has no other use, or right after a cast; in the middle of a network the
     operation before it refuses it.
 
     Args:
@@ -282,7 +282,7 @@ def identity_dtype_convert(dtype: DTypeLike) -> Callable[[Array], Array]:
     """
 
     @jax.custom_vjp
-    def identity(x):
+    def identity(x: Array) -> Array:
         return x
 
     identity.defvjp(lambda x: (x, None), lambda _, d_y: (d_y.astype(dtype),))

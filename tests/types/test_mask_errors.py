@@ -7,12 +7,6 @@ import pytest
 
 from ejkernel.types import MaskInfo
 
-
-def unchecked(function):
-    """`function` as users have it, without the checks of annotations that tests add."""
-    return getattr(function, "__wrapped__", function)
-
-
 IDS = jnp.array([[0, 0, 1, -1], [1, 1, 1, 1]])
 MASK = MaskInfo.from_segments(IDS)
 WRONG = {
@@ -85,7 +79,7 @@ WRONG = {
         lambda: MASK.apply_sliding_window(None),
     ],
     "apply_sliding_window: mode must be one of None, 'default', 'decode', 'prefill', got 'de": [
-        lambda: unchecked(MaskInfo.apply_sliding_window)(MASK, 2, mode="decoding"),
+        lambda: MASK.apply_sliding_window(2, mode="decoding"),
     ],
     'apply_sliding_window: mode="decode" and index go together': [
         lambda: MASK.apply_sliding_window(2, mode="decode"),
@@ -105,10 +99,10 @@ WRONG = {
         lambda: MASK.apply_token_type_ids((IDS, IDS, IDS)),
     ],
     "apply_token_type_ids: combine must be one of 'union', 'intersect', 'replace', got 'xor'": [
-        lambda: unchecked(MaskInfo.apply_token_type_ids)(MASK, IDS, combine="xor"),
+        lambda: MASK.apply_token_type_ids(IDS, combine="xor"),
     ],
     "apply_token_type_ids: zero_policy must be one of 'q', 'kv', 'both', 'none', got 'k'": [
-        lambda: unchecked(MaskInfo.apply_token_type_ids)(MASK, IDS, zero_policy="k"),
+        lambda: MASK.apply_token_type_ids(IDS, zero_policy="k"),
     ],
     "apply_kv_lengths: q_len and end_index go together": [
         lambda: MASK.apply_kv_lengths(jnp.array([1, 2]), q_len=1),
@@ -146,6 +140,7 @@ WRONG = {
     [(message, call) for message, calls in WRONG.items() for call in calls],
     ids=[f"{m.split(':')[0]}-{i}" for i, (m, calls) in enumerate(WRONG.items()) for _ in calls],
 )
+@pytest.mark.usefixtures("as_a_user_calls")
 def test_a_wrong_call_is_explained(message, call):
     with pytest.raises(ValueError, match=f"MaskInfo.{message}"):
         call()

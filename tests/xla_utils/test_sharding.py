@@ -1,4 +1,4 @@
-"""A wished-for sharding becomes one that the mesh and the shape allow."""
+"""A partition spec becomes one that the mesh and the shape allow."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ def mesh():
 
 
 @pytest.mark.parametrize(
-    ("shape", "wish", "given"),
+    ("shape", "spec", "given"),
     [
         ((4, 8), P("dp", "tp"), P("dp", "tp")),
         ((4, 8), P(("dp", "fsdp"), "sp"), P("dp", None)),
@@ -30,8 +30,8 @@ def mesh():
         ((4, 8), P(P.UNCONSTRAINED, "tp"), P(P.UNCONSTRAINED, "tp")),
     ],
 )
-def test_axes_that_do_not_fit_are_dropped(mesh, shape, wish, given):
-    assert get_corrected_named_sharding(shape, wish, mesh) == NamedSharding(mesh, given)
+def test_axes_that_do_not_fit_are_dropped(mesh, shape, spec, given):
+    assert get_corrected_named_sharding(shape, spec, mesh) == NamedSharding(mesh, given)
 
 
 def test_the_result_places_an_array(mesh):

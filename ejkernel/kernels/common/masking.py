@@ -1,8 +1,8 @@
-"""From the mask arguments of a call to one rule: everything that hides a key, in one place."""
+"""From the mask arguments of a call to one rule: masks, causality, windows, packed sequences."""
 
 import functools
 import operator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,14 +27,14 @@ def attention_rule(
     extent: Extent,
     *,
     mask_info: MaskInfo | None,
-    attention_mask: Any,
+    attention_mask: object,
     causal: bool,
-    causal_offset: Any,
-    sliding_window: Any,
-    cum_seqlens_q: Any = None,
-    cum_seqlens_k: Any = None,
+    causal_offset: object,
+    sliding_window: object,
+    cum_seqlens_q: object = None,
+    cum_seqlens_k: object = None,
 ) -> Rule:
-    """The conjunction of everything that was said about who may see whom."""
+    """The rule of a call: the conjunction of all its mask arguments."""
     rule: Rule = Everything()
     if mask_info is not None:
         rule = _from_mask_info(op, extent, mask_info)
@@ -55,8 +55,8 @@ def attention_rule(
     return rule
 
 
-def chunk_rule(op: str, size: Any) -> Rule:
-    """Query and key in the same chunk of this many positions, the key not after the query."""
+def chunk_rule(op: str, size: object) -> Rule:
+    """Causal attention inside chunks of `size` positions."""
     if size is None:
         return Everything()
     if not isinstance(size, int | np.integer) or size < 1:
@@ -64,7 +64,7 @@ def chunk_rule(op: str, size: Any) -> Rule:
     return And((Chunks(operator.index(size)), Band(None, 0)))
 
 
-def dense_mask(op: str, extent: Extent, mask: Any) -> jax.Array:
+def dense_mask(op: str, extent: Extent, mask: object) -> jax.Array:
     """A mask of rank 2 [b, s] (keys that are there), 3 [b, t, s] or 4 as [#b, #n, #t, #s]."""
     mask = given = as_array(op, "attention_mask", mask)
     if mask.dtype != jnp.bool_:
@@ -83,14 +83,14 @@ def dense_mask(op: str, extent: Extent, mask: Any) -> jax.Array:
     return mask
 
 
-def _from_mask_info(op: str, extent: Extent, mask_info: Any) -> Rule:
+def _from_mask_info(op: str, extent: Extent, mask_info: object) -> Rule:
     if not isinstance(mask_info, MaskInfo):
         raise ValueError(f"{op}: mask_info must be a MaskInfo, got {type(mask_info).__name__}.")
     batch, lengths = mask_info.batch_size, (mask_info.q_len, mask_info.kv_len)
     if lengths != (extent.queries, extent.keys) or batch not in (None, 1, extent.batch):
         raise ValueError(
             f"{op}: mask_info has shape {mask_info.shape} (batch, queries, keys), the arrays have "
-            f"{(extent.batch, extent.queries, extent.keys)}; a batch of 1 serves every row."
+            f"{(extent.batch, extent.queries, extent.keys)}; a batch of 1 is shared by every row."
         )
     if mask_info.rule.heads not in (1, extent.heads):
         raise ValueError(
@@ -99,11 +99,11 @@ def _from_mask_info(op: str, extent: Extent, mask_info: Any) -> Rule:
     return mask_info.rule
 
 
-def _is_zero(offset: Any) -> bool:
+def _is_zero(offset: object) -> bool:
     return isinstance(offset, int | np.integer) and offset == 0
 
 
-def _offset(op: str, offset: Any, count: int, per: str) -> Any:
+def _offset(op: str, offset: object, count: int, per: str) -> int | jax.Array:
     """A causal offset: a static int, or an int32 array with one entry per row."""
     if isinstance(offset, int | np.integer):
         return operator.index(offset)
@@ -117,13 +117,13 @@ def _offset(op: str, offset: Any, count: int, per: str) -> Any:
 
 
 class _Packing(NamedTuple):
-    """Sequences laid end to end: where each token's sequence is, and where it would sit in keys."""
+    """Packed sequences: the segment of each token, and the key that corresponds to each query."""
 
     segments: Segments
-    positions: jax.Array | None  # [1, t]: index of the key at the query's place; None: its own
+    positions: jax.Array | None  # [1, t]: index of that key; None: the query's own index
     count: int
 
-    def rule(self, op: str, causal: bool, offset: Any, window: tuple[int, int] | None) -> Rule:
+    def rule(self, op: str, causal: bool, offset: object, window: tuple[int, int] | None) -> Rule:
         rule: Rule = self.segments
         if causal:
             shift = _offset(op, offset, self.count, "sequence")
@@ -136,7 +136,7 @@ class _Packing(NamedTuple):
         return rule
 
 
-def _packing(op: str, extent: Extent, cum_q: Any, cum_k: Any) -> _Packing:
+def _packing(op: str, extent: Extent, cum_q: object, cum_k: object) -> _Packing:
     if extent.batch != 1:
         raise ValueError(
             f"{op}: cum_seqlens_* describe one packed row, got a batch of {extent.batch}; for "
@@ -159,14 +159,14 @@ def _packing(op: str, extent: Extent, cum_q: Any, cum_k: Any) -> _Packing:
     return _Packing(segments, positions, cum_q.shape[0] - 1)
 
 
-_FEW = 2**24  # numbers to compare
+_COMPARE_ALL_LIMIT = 2**24  # comparisons
 
 
 def _ids(cum: jax.Array, tokens: int) -> jax.Array:
     """The sequence of each token [1, tokens]; -1 past the last."""
     index = jnp.arange(tokens, dtype=cum.dtype)
-    # Few are compared with all, which is one small kernel where searching is a loop of many.
-    method = "compare_all" if cum.size * tokens <= _FEW else "scan"
+    # Comparing all is one small kernel, where a search is a loop of many.
+    method = "compare_all" if cum.size * tokens <= _COMPARE_ALL_LIMIT else "scan"
     ids = jnp.searchsorted(cum, index, side="right", method=method).astype(jnp.int32) - 1
     return jnp.where(index < cum[-1], ids, -1)[None]
 
@@ -179,7 +179,7 @@ def _same_segments(cum: jax.Array, tokens: int) -> Segments:
 
 
 def _rounded(count: int) -> int:
-    """A few documents more, so that not every number of them is another program."""
+    """`count` rounded up, so that not every number of documents is compiled anew."""
     return 1 << max(count - 1, 0).bit_length() if count < 8 else -(-count // 8) * 8
 
 
@@ -188,8 +188,8 @@ def _segments(
     cum_q: jax.Array, cum_k: jax.Array, queries: int, keys: int
 ) -> tuple[Segments, jax.Array]:
     q_ids = _ids(cum_q, queries)
-    # Where the key at the same place in the query's sequence lies. It grows with the query, so a
-    # block of queries still covers one range of keys.
+    # The key at the same position in the query's sequence. Its index grows with that of the query,
+    # so that a block of queries still sees one range of keys.
     shift = (cum_k - cum_q)[jnp.maximum(q_ids, 0)]
     positions = jnp.arange(queries, dtype=jnp.int32) + shift.astype(jnp.int32)
     return Segments(q_ids, _ids(cum_k, keys)), positions

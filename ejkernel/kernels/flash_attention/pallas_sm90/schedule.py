@@ -274,7 +274,7 @@ def _seen(rule, q_len, kv_len, q_size, kv_size) -> Visibility:
             lowers.append(first)
             uppers.append(last)
         elif isinstance(part, Segments | TokenTypes):
-            q_numbers, kv_numbers = part._values()
+            q_numbers, kv_numbers = part.id_pair()
             kv_numbers = _padded(kv_numbers, kv_size, _NO_KEY)
             pairs.append((_padded(q_numbers, q_size, _NO_QUERY), kv_numbers))
         elif isinstance(part, Or):

@@ -258,7 +258,7 @@ def _mask(rule: Rule, q_len: int, kv_len: int) -> tuple[dict[str, Any], dict[str
         if has_high:
             rows.append(jnp.full((1, q_len), LARGE, jnp.int32) if high is None else high)
         for part in [*matched, *[None] * (most - len(matched))]:
-            query, key = (jnp.zeros((1,)), jnp.zeros((1,))) if part is None else part._values()
+            query, key = (jnp.zeros((1,)), jnp.zeros((1,))) if part is None else part.id_pair()
             rows.append(_two(query, q_len))
             columns.append(_two(key, kv_len))
     facts: dict[str, Any] = {
