@@ -10,7 +10,7 @@ from ejkernel import settings
 from ejkernel.kernels.common import mosaic_gpu as gpu
 from ejkernel.kernels.grouped_matmul.config import GroupedMatmulConfig
 from ejkernel.kernels.grouped_matmul.inputs import Inputs, Outputs, Spec
-from ejkernel.kernels.grouped_matmul.layout import Layout, sorted_backward, sorted_forward
+from ejkernel.kernels.grouped_matmul.layout import GroupLayout, sorted_backward, sorted_forward
 from ejkernel.kernels.grouped_matmul.pallas_sm90.forward import rows_times_weights
 from ejkernel.kernels.grouped_matmul.pallas_sm90.plan import ROWS, Tiles, fitting, plan
 from ejkernel.kernels.grouped_matmul.pallas_sm90.weights import rows_times_rows
@@ -37,7 +37,7 @@ def run_backward(
     """Gradients: the rows times the transposed weights, and for each weight a sum over its rows."""
     tiles, interpreted = chosen_weight_tiles(inputs, params), _interpreted(inputs)
 
-    def weight_gradient(left: Any, right: Any, layout: Layout, dtype: Any) -> jax.Array:
+    def weight_gradient(left: Any, right: Any, layout: GroupLayout, dtype: Any) -> jax.Array:
         return rows_times_rows(left, right, layout.starts, layout.ends, tiles, interpreted)
 
     return sorted_backward(inputs, d_outputs, spec, _times_weights(inputs, params), weight_gradient)
@@ -47,7 +47,7 @@ def _times_weights(inputs: Inputs, params: GroupedMatmulConfig | None) -> Callab
     """The product of sorted rows and the weights of their groups."""
     tiles, interpreted = chosen_tiles(inputs, params), _interpreted(inputs)
 
-    def run(rows: Any, weights: Any, axis: int, layout: Layout, dtype: Any) -> jax.Array:
+    def run(rows: Any, weights: Any, axis: int, layout: GroupLayout, dtype: Any) -> jax.Array:
         found = plan(layout.starts, layout.ends, rows.shape[0], tiles.block_m)
         return rows_times_weights(rows, weights, found, axis == 2, dtype, tiles, interpreted)
 
