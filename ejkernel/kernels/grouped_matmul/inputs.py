@@ -11,8 +11,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
+
+from ejkernel.kernels.common.sampling import unknown
 
 # Arguments beyond the plain call that every accelerator kernel of this op supports.
 KERNEL_FEATURES = frozenset(
@@ -119,4 +120,4 @@ def _shape_if_traced(
     x: jax.Array | np.ndarray | jax.ShapeDtypeStruct | None,
 ) -> tuple[int, ...] | None:
     """The shape of an array whose values are not known while tracing, else None."""
-    return x.shape if isinstance(x, Tracer | jax.ShapeDtypeStruct) else None
+    return None if x is None or not unknown(x) else x.shape
