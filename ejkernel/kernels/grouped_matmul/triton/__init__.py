@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels.common.triton import bridge as triton_bridge
-from ejkernel.kernels.common.triton.bridge import Launch, launch, matmul_precision
+from ejkernel.kernels.common.triton.bridge import LaunchConfig, launch, matmul_precision
 from ejkernel.kernels.grouped_matmul.config import GroupedMatmulConfig
 from ejkernel.kernels.grouped_matmul.inputs import Inputs, Outputs, Spec, has_weight
 from ejkernel.kernels.grouped_matmul.triton import kernels as triton_gpu_kernels
@@ -28,7 +28,7 @@ _BAND = 16  # tiles
 
 
 def run_forward(
-    inputs: Inputs, spec: Spec, params: GroupedMatmulConfig
+    inputs: Inputs, spec: Spec, params: GroupedMatmulConfig, device: Device
 ) -> tuple[Outputs, tuple[()]]:
     """The product of each row and its weight; the backward pass needs nothing of it."""
     lead = lead_of(inputs)
@@ -43,12 +43,18 @@ def run_forward(
         _shape(params),
         spec.output_dtype(inputs),
         existing,
+        device,
     )
     return Outputs(out.reshape(*lead, -1, out.shape[-1])), ()
 
 
 def run_backward(
-    inputs: Inputs, _: tuple[()], d_outputs: Outputs, spec: Spec, params: GroupedMatmulConfig
+    inputs: Inputs,
+    _: tuple[()],
+    d_outputs: Outputs,
+    spec: Spec,
+    params: GroupedMatmulConfig,
+    device: Device,
 ) -> Inputs:
     """Gradients: the rows times the transposed weights, and for each weight a sum over its rows."""
     lead = lead_of(inputs, d_outputs.out)
@@ -56,11 +62,16 @@ def run_backward(
     d_out = flat(d_outputs.out, lead).astype(rows.dtype)
     where, shape = layout(inputs, lead), _shape(params)
     d_rows = _times_weights(
-        d_out, inputs.weights, not spec.transpose_rhs, where, shape, rows.dtype, None
+        d_out, inputs.weights, not spec.transpose_rhs, where, shape, rows.dtype, None, device
     )
     pair = (d_out, rows) if spec.transpose_rhs else (rows, d_out)
     d_weights = _rows_times_rows(
-        triton_bridge.after(pair[0], d_rows), pair[1], where, shape, inputs.weights.dtype
+        triton_bridge.interpreted_after(pair[0], d_rows),
+        pair[1],
+        where,
+        shape,
+        inputs.weights.dtype,
+        device,
     )
     d_existing = None
     if inputs.existing_out is not None:
@@ -79,6 +90,7 @@ def _times_weights(
     shape: Shape,
     dtype: Any,
     existing: jax.Array | None,
+    device: Device,
 ) -> jax.Array:
     """Each row times its weight, or its transpose; [m, k] to [m, n]."""
     (m, k), n = rows.shape, weights.shape[1 if transposed else 2]
@@ -112,13 +124,14 @@ def _times_weights(
         ],
         [jax.ShapeDtypeStruct((m, n), dtype)],
         mode,
-        Launch(tiles * mode.n_blocks, shape.warps, shape.stages),
+        LaunchConfig(tiles * mode.n_blocks, shape.warps, shape.stages),
+        device,
     )
     return out
 
 
 def _rows_times_rows(
-    left: jax.Array, right: jax.Array, where: Layout, shape: Shape, dtype: Any
+    left: jax.Array, right: jax.Array, where: Layout, shape: Shape, dtype: Any, device: Device
 ) -> jax.Array:
     """For each weight the sum over its rows of `left[r] right[r]^T`, [e, m, n]."""
     (rows, m), n = left.shape, right.shape[1]
@@ -144,7 +157,8 @@ def _rows_times_rows(
         [left, right, _order(where), where.edges],
         [jax.ShapeDtypeStruct((weights, m, n), dtype)],
         mode,
-        Launch(weights * mode.m_blocks * mode.n_blocks, shape.warps, shape.stages),
+        LaunchConfig(weights * mode.m_blocks * mode.n_blocks, shape.warps, shape.stages),
+        device,
     )
     return out
 

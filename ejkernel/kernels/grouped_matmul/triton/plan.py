@@ -11,11 +11,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
+from ejkernel.kernels.common.triton.device_types import StaticArguments
 from ejkernel.kernels.grouped_matmul.inputs import Inputs, local_ids
 
 
 @dataclasses.dataclass(frozen=True)
-class Mode:
+class Mode(StaticArguments):
     """All that is static of a launch: a product of tiles [block_m, block_k] and [block_k, block_n].
 
     Of a sum over rows, `m` and `n` are the two axes of a weight and `k` are rows.
