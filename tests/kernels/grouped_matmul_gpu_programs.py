@@ -43,7 +43,7 @@ def call(
 def forward_program(params, **shape):
     """The forward pass and what it takes, for `gpu_compile`."""
     inputs, spec = call(**shape)
-    return lambda inputs: pallas_gpu.run_forward(inputs, spec, params)[0], inputs
+    return lambda inputs: pallas_gpu.run_forward(inputs, spec, params, H200)[0], inputs
 
 
 def backward_program(params, **shape):
@@ -51,7 +51,9 @@ def backward_program(params, **shape):
     inputs, spec = call(**shape)
     n = inputs.weights.shape[1 if spec.transpose_rhs else 2]
     d_out = jax.ShapeDtypeStruct((inputs.inputs.shape[0], n), inputs.inputs.dtype)
-    run = lambda inputs, d_outputs: pallas_gpu.run_backward(inputs, (), d_outputs, spec, params)
+    run = lambda inputs, d_outputs: pallas_gpu.run_backward(
+        inputs, (), d_outputs, spec, params, H200
+    )
     return run, inputs, Outputs(d_out)
 
 
@@ -75,7 +77,7 @@ def _programs():
         inputs, spec = call(**shape)
         for direction, program in (("forward", forward_program), ("backward", backward_program)):
             offered = getattr(pallas_gpu.IMPLEMENTATION, direction)
-            if pallas_gpu.gpu.why_missing() or offered.refusal(inputs, spec, H200):
+            if pallas_gpu.gpu.versions.why_missing() or offered.refusal(inputs, spec, H200):
                 continue
             for params in offered.choices(inputs, spec, H200):
                 sizes = f"{params.block_m}x{params.block_n}x{params.num_stages}"

@@ -21,7 +21,7 @@ from ejkernel.kernels.grouped_matmul import pallas_sm90 as pallas_gpu
 from ejkernel.kernels.grouped_matmul.config import GroupedMatmulConfig
 from ejkernel.kernels.grouped_matmul.inputs import Inputs, Outputs, Spec
 from ejkernel.kernels.grouped_matmul.pallas_sm90 import plan as pallas_gpu_plan
-from ejkernel.ops.platform import Platform
+from ejkernel.ops.platform import Platform, device_of
 
 SOURCE = next(x for x in OP.sources if (x.platform, x.backend) == ("pallas", "gpu"))
 SIZES = {
@@ -93,15 +93,15 @@ def test_every_tile_is_visited_once(lines, columns, band):
     ],
 )
 def test_a_call_is_refused_with_its_reason(change, device, reason):
-    if mosaic_gpu.why_missing():
-        pytest.skip(str(mosaic_gpu.why_missing()))
+    if mosaic_gpu.versions.why_missing():
+        pytest.skip(str(mosaic_gpu.versions.why_missing()))
     said = pallas_gpu.why_not(*programs.call(**change), device)
     assert said is None if reason is None else reason in str(said)
 
 
 def test_gradients_in_another_dtype_are_refused():
-    if mosaic_gpu.why_missing():
-        pytest.skip(str(mosaic_gpu.why_missing()))
+    if mosaic_gpu.versions.why_missing():
+        pytest.skip(str(mosaic_gpu.versions.why_missing()))
     said = pallas_gpu.why_not_backward(*programs.call(out="float32"), H200)
     assert "dtype of the inputs, bfloat16, not float32" in str(said)
 
@@ -199,8 +199,12 @@ def _draw(sizes, **shape) -> tuple[Inputs, Spec]:
     ), spec
 
 
-def _check(inputs: Inputs, spec: Spec, params=None, runs: int = 1) -> None:
-    """Output and gradients are as near the definition as rounding to the dtype allows."""
+def _check(inputs: Inputs, spec: Spec, params=None, runs: int = 1, **changes) -> None:
+    """Output and gradients are as near the definition as rounding to the dtype allows.
+
+    `changes` are to the device of the call.
+    """
+    device = device_of(jax.tree.leaves(inputs))._replace(**changes)
     wide = [x.astype(jnp.float32) for x in inputs[:2]]
     used = jnp.arange(wide[0].shape[0]) < np.sum(inputs.group_sizes)
     wide[0] = jnp.where(used[:, None], wide[0], 0.0)
@@ -221,13 +225,13 @@ def _check(inputs: Inputs, spec: Spec, params=None, runs: int = 1) -> None:
     rounded = [*define(narrow)[1]]
     rounded[1:] = map(narrow, rounded[1:])
     d_out = jnp.where(used[:, None], d_out, jnp.nan).astype(inputs.inputs.dtype)
-    forward = jax.jit(lambda x: pallas_gpu.run_forward(x, spec, params)[0].out)
+    forward = jax.jit(lambda x: pallas_gpu.run_forward(x, spec, params, device)[0].out)
     results = [[forward(inputs)] for _ in range(runs)]
     proves(OP.name, SOURCE, "forward")
     if spec.preferred_element_type is None:
         proves(OP.name, SOURCE, "backward")
         backward = jax.jit(
-            lambda x, d: pallas_gpu.run_backward(x, (), Outputs(d), spec, params)[:2]
+            lambda x, d: pallas_gpu.run_backward(x, (), Outputs(d), spec, params, device)[:2]
         )
         results = [[*one, *backward(inputs, d_out)] for one in results]
     for got, truth, coarse in zip(results[0], exact, rounded, strict=False):
@@ -239,8 +243,8 @@ def _check(inputs: Inputs, spec: Spec, params=None, runs: int = 1) -> None:
 
 
 needs_interpreter = pytest.mark.skipif(
-    mosaic_gpu.why_missing(interpreted=True) is not None,
-    reason=str(mosaic_gpu.why_missing(interpreted=True)),
+    mosaic_gpu.versions.why_missing(interpreted=True) is not None,
+    reason=str(mosaic_gpu.versions.why_missing(interpreted=True)),
 )
 QUICK = ("odd", "one_row")
 
@@ -250,23 +254,21 @@ QUICK = ("odd", "one_row")
     "name",
     [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in CALLS],
 )
-def test_interpreted_it_multiplies(name, monkeypatch):
+def test_interpreted_it_multiplies(name):
     """Barriers, copies, slots and masks as on the card; matmuls done at once."""
-    monkeypatch.setattr(mosaic_gpu, "MULTIPROCESSORS", 3)  # several tiles for each
     with settings.override(interpret=True):
-        _check(*_draw(**CALLS[name]))
+        _check(*_draw(**CALLS[name]), multiprocessors=3)  # several tiles for each
 
 
 @needs_interpreter
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "odd"])
 def test_every_access_is_ordered_by_a_barrier(name, monkeypatch):
-    monkeypatch.setattr(mosaic_gpu, "MULTIPROCESSORS", 3)
-    monkeypatch.setattr(mosaic_gpu, "detect_races", True)
+    monkeypatch.setattr(mosaic_gpu.versions, "detect_races", True)
     # No tile is moved back: two would write the same numbers to the same rows, on purpose.
     call = CALLS[name] | {"rows": 601, "sizes": [128, 0, 17, 100, 256, 3]}
     with settings.override(interpret=True):
-        _check(*_draw(**call))
+        _check(*_draw(**call), multiprocessors=3)
 
 
 @pytest.mark.gpu
@@ -293,7 +295,9 @@ def test_small_integers_are_exact_on_the_card():
         group_sizes=jnp.asarray(sizes, jnp.int32),
     )
     spec = Spec(preferred_element_type="float32")
-    got = np.asarray(jax.jit(lambda x: pallas_gpu.run_forward(x, spec, None)[0].out)(inputs))
+    device = device_of(jax.tree.leaves(inputs))
+    run = jax.jit(lambda x: pallas_gpu.run_forward(x, spec, None, device)[0].out)
+    got = np.asarray(run(inputs))
     rows, weights = (np.asarray(x, np.float32) for x in inputs[:2])
     ends = np.cumsum(sizes)
     for group, (size, end) in enumerate(zip(sizes, ends, strict=True)):

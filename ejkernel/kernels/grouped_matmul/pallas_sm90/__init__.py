@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel import settings
 from ejkernel.kernels.common import mosaic_gpu as gpu
 from ejkernel.kernels.grouped_matmul.config import GroupedMatmulConfig
 from ejkernel.kernels.grouped_matmul.inputs import Inputs, Outputs, Spec
@@ -15,16 +14,16 @@ from ejkernel.kernels.grouped_matmul.pallas_sm90.forward import rows_times_weigh
 from ejkernel.kernels.grouped_matmul.pallas_sm90.plan import ROWS, Tiles, fitting, plan
 from ejkernel.kernels.grouped_matmul.pallas_sm90.weights import rows_times_rows
 from ejkernel.ops.implementation import Implementation, Pass
-from ejkernel.ops.platform import Device, Platform, device_of
+from ejkernel.ops.platform import Device, Platform
 
 NARROW = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
 def run_forward(
-    inputs: Inputs, spec: Spec, params: GroupedMatmulConfig | None
+    inputs: Inputs, spec: Spec, params: GroupedMatmulConfig | None, device: Device
 ) -> tuple[Outputs, tuple[()]]:
     """The product of each row and its weight; the backward pass needs nothing of it."""
-    return sorted_forward(inputs, spec, _times_weights(inputs, params)), ()
+    return sorted_forward(inputs, spec, _times_weights(inputs, params, device)), ()
 
 
 def run_backward(
@@ -33,35 +32,35 @@ def run_backward(
     d_outputs: Outputs,
     spec: Spec,
     params: GroupedMatmulConfig | None,
+    device: Device,
 ) -> Inputs:
     """Gradients: the rows times the transposed weights, and for each weight a sum over its rows."""
-    tiles, interpreted = chosen_weight_tiles(inputs, params), _interpreted(inputs)
+    tiles = chosen_weight_tiles(inputs, params)
 
     def weight_gradient(left: Any, right: Any, layout: GroupLayout, dtype: Any) -> jax.Array:
-        return rows_times_rows(left, right, layout.starts, layout.ends, tiles, interpreted)
+        return rows_times_rows(left, right, layout.starts, layout.ends, tiles, device)
 
-    return sorted_backward(inputs, d_outputs, spec, _times_weights(inputs, params), weight_gradient)
+    times_weights = _times_weights(inputs, params, device)
+    return sorted_backward(inputs, d_outputs, spec, times_weights, weight_gradient)
 
 
-def _times_weights(inputs: Inputs, params: GroupedMatmulConfig | None) -> Callable[..., jax.Array]:
+def _times_weights(
+    inputs: Inputs, params: GroupedMatmulConfig | None, device: Device
+) -> Callable[..., jax.Array]:
     """The product of sorted rows and the weights of their groups."""
-    tiles, interpreted = chosen_tiles(inputs, params), _interpreted(inputs)
+    tiles = chosen_tiles(inputs, params)
 
     def run(rows: Any, weights: Any, axis: int, layout: GroupLayout, dtype: Any) -> jax.Array:
         found = plan(layout.starts, layout.ends, rows.shape[0], tiles.block_m)
-        return rows_times_weights(rows, weights, found, axis == 2, dtype, tiles, interpreted)
+        return rows_times_weights(rows, weights, found, axis == 2, dtype, tiles, device)
 
     return run
 
 
 def why_not(inputs: Inputs, spec: Spec, device: Device) -> str | None:
     """What keeps these kernels from taking the call, or None."""
-    interpreted = settings.interpret() and device.platform != "gpu"
-    if reason := gpu.why_missing(interpreted):
+    if reason := gpu.why_not_hopper(device):
         return reason
-    if device.compute_capability != (9, 0) and not interpreted:
-        has = device.compute_capability and ".".join(map(str, device.compute_capability))
-        return f"needs compute capability 9.0 (Hopper), and {device.kind} has {has or 'none'}"
     dtypes = {jnp.dtype(x.dtype) for x in inputs[:2]}
     if len(dtypes) > 1 or not dtypes <= set(NARROW):
         return f"needs bfloat16 or float16 alone, got {', '.join(sorted(map(str, dtypes)))}"
@@ -158,10 +157,6 @@ def yields_to(inputs: Inputs, spec: Spec, device: Device) -> frozenset[Platform]
     To sort and copy them, and the results back, takes at least as long as those are slower.
     """
     return frozenset() if inputs.group_ids is None else frozenset({Platform.TRITON})
-
-
-def _interpreted(inputs: Inputs) -> bool:
-    return settings.interpret() and device_of(jax.tree.leaves(inputs)).platform != "gpu"
 
 
 _FEATURES = frozenset(

@@ -28,9 +28,10 @@ from ejkernel.kernels.grouped_matmul.pallas_sm90.plan import (
     Plan,
     Tiles,
     each_tile,
-    launch,
     place,
+    thread_blocks,
 )
+from ejkernel.ops.platform import Device
 
 
 def rows_times_weights(
@@ -40,7 +41,7 @@ def rows_times_weights(
     transposed: bool,
     dtype: Any,
     tiles: Tiles,
-    interpreted: bool = False,
+    device: Device,
 ) -> jax.Array:
     """Each row times its weight, [m, n]; 0 for rows without one.
 
@@ -51,18 +52,19 @@ def rows_times_weights(
         transposed: which of the two.
         dtype: of the result.
         tiles: how to cut.
-        interpreted: run in the interpreter.
+        device: of the call.
     """
-    work = _Forward(rows, weights, transposed, dtype, tiles, plan.tiles.shape[0], interpreted)
+    work = _Forward(rows, weights, transposed, dtype, tiles, plan.tiles.shape[0], device)
     scratch = {name: memory.allocate() for name, memory in work.memory.items()}
-    if interpreted:
+    if work.interpreted:
         scratch["sums"] = gpu.plgpu.SMEM((tiles.consumers, ROWS, tiles.block_n), jnp.float32)
     run = gpu.kernel(
         work.body,
-        interpreted,
         out_type=jax.ShapeDtypeStruct((rows.shape[0], work.n), dtype),
         scratch_types={**scratch, **barriers(tiles, work.copies)},
-        **work.launch,
+        blocks=work.blocks,
+        warpgroups=tiles.consumers + 1,
+        interpreted=work.interpreted,
     )
     return run(rows, weights, plan.tiles.reshape(-1), plan.passed)
 
@@ -78,20 +80,20 @@ class _Forward:
     shared: dict[str, Any]
     pipe: Pipe
 
-    def __init__(self, rows, weights, transposed, dtype, tiles, most, interpreted):
+    def __init__(self, rows, weights, transposed, dtype, tiles, most, device):
         self.tiles, self.transposed, self.dtype = tiles, transposed, dtype
         self.experts, k, n = weights.shape
         self.k, self.n = (n, k) if transposed else (k, n)
         self.steps = -(-self.k // STEP)
         self.columns = -(-self.n // tiles.block_n)
-        self.launch = launch(most * self.columns, tiles)
-        self.interpreted = interpreted
-        self.engine = EMULATION if interpreted else HARDWARE
+        self.blocks = thread_blocks(most * self.columns, device)
+        self.interpreted = gpu.is_interpreted(device)
+        self.engine = EMULATION if self.interpreted else HARDWARE
         # A copy can cut the weights into the tiles of the tensor cores if it meets whole ones.
         self.whole = not transposed and self.n % STEP == 0
         self.strips = 1 if self.whole or transposed else tiles.block_n // STEP
         self.few = tiles.block_m < ROWS
-        self.apart = tiles.consumers if interpreted else 1  # copies for the rows of a step
+        self.apart = tiles.consumers if self.interpreted else 1  # copies for the rows of a step
         self.copies = self.apart + self.strips
         self.memory = self._memory(rows.dtype)
 
@@ -129,7 +131,7 @@ class _Forward:
             shared[name] = memory.bind(shared[name])
         self.shared = shared
         self.pipe = Pipe(self.tiles.stages, self.engine, here, free)
-        gpu.divide_roles(
+        gpu.specialise_warpgroups(
             self.tiles.consumers,
             lambda: self.each_tile(self.copy_tile),
             lambda warpgroup: self.each_tile(lambda *tile: self.compute_tile(warpgroup, *tile)),
@@ -143,7 +145,7 @@ class _Forward:
             line, column = place(index, lines, self.columns, self.tiles.band)
             return column, *(self.plan[line * 4 + i] for i in range(4))
 
-        each_tile(lines * self.columns, self.launch["grid"][0], find, program)
+        each_tile(lines * self.columns, self.blocks, find, program)
 
     def steps_of(self, group) -> Any:
         """How many steps a tile of this group takes: none where rows have no weight."""

@@ -15,9 +15,12 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from ejkernel.kernels.common import mosaic_gpu as gpu
+from ejkernel.ops.platform import Device
 
 # A warpgroup's matmul has 64 rows; a row of 128 bytes is the widest that shared memory interleaves.
 ROWS = STEP = 64
+# Shared memory that is left for barriers.
+_BARRIER_BYTES = 2048
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +59,7 @@ def fitting(block_m: int, block_n: int, stages: int = 8, band: int = 8) -> Tiles
     >>> fitting(128, 256, stages=3).buffers
     4
     """
-    room = gpu.SHARED_BYTES + 2048  # barriers are all that there is beside
+    room = gpu.SHARED_MEMORY - _BARRIER_BYTES
     pieces = block_n // ROWS
     for count in range(stages, 1, -1):
         sizes = (Tiles(block_m, block_n, count, band, buffers) for buffers in (pieces, 2))
@@ -111,14 +114,9 @@ def place(index: Any, lines: Any, columns: int, band: int) -> tuple[Any, Any]:
     return line, before * band + rest - line * width
 
 
-def launch(most: int, tiles: Tiles) -> dict[str, Any]:
-    """Blocks of threads that stay: one for each multiprocessor, unless there is less to do."""
-    return {
-        "grid": (max(1, min(gpu.MULTIPROCESSORS, most)),),
-        "grid_names": ("block",),
-        "num_threads": tiles.consumers + 1,
-        "thread_name": "warpgroup",
-    }
+def thread_blocks(most: int, device: Device) -> int:
+    """Thread blocks of the persistent kernel: one for each multiprocessor, at most `most`."""
+    return max(1, min(gpu.multiprocessors(device), most))
 
 
 def each_tile(

@@ -28,9 +28,10 @@ from ejkernel.kernels.grouped_matmul.pallas_sm90.plan import (
     STEP,
     Tiles,
     each_tile,
-    launch,
     place,
+    thread_blocks,
 )
+from ejkernel.ops.platform import Device
 
 # Rows of a tile of the tensor cores, and the numbers in it.
 LINES, NUMBERS = 8, 8 * STEP
@@ -42,7 +43,7 @@ def rows_times_rows(
     starts: jax.Array,
     ends: jax.Array,
     tiles: Tiles,
-    interpreted: bool = False,
+    device: Device,
 ) -> jax.Array:
     """For each group the sum over its rows of `left[r] right[r]^T`, [e, c, d]; 0 for no rows.
 
@@ -52,25 +53,26 @@ def rows_times_rows(
         starts: the first row of each group.
         ends: the row after its last.
         tiles: how to cut; `block_m` columns of `left`, `block_n` of `right`.
-        interpreted: run in the interpreter.
+        device: of the call.
     """
     c, d = left.shape[1], right.shape[1]
     # Whole tiles of the tensor cores are what copies can bring.
     left, right = (_padded(x, LINES, STEP) for x in (left, right))
-    work = _Weights(left, right, starts.shape[0], tiles, interpreted)
+    work = _Weights(left, right, starts.shape[0], tiles, device)
     scratch = {name: memory.allocate() for name, memory in work.memory.items()}
-    if interpreted:
+    if work.interpreted:
         scratch["sums"] = gpu.plgpu.SMEM((tiles.consumers, ROWS, tiles.block_n), jnp.float32)
     run = gpu.kernel(
         work.body,
-        interpreted,
         out_type=jax.ShapeDtypeStruct((starts.shape[0], left.shape[1], right.shape[1]), left.dtype),
         scratch_types={
             **scratch,
             **barriers(tiles, tiles.consumers + 1),
             "masked": gpu.barriers(1, tiles.consumers),
         },
-        **work.launch,
+        blocks=work.blocks,
+        warpgroups=tiles.consumers + 1,
+        interpreted=work.interpreted,
     )
     return run(left, right, starts, ends)[:, :c, :d]
 
@@ -92,14 +94,14 @@ class _Weights:
     pipe: Pipe
     masked: Any
 
-    def __init__(self, left, right, experts, tiles, interpreted):
+    def __init__(self, left, right, experts, tiles, device):
         self.tiles, self.experts, self.dtype = tiles, experts, left.dtype
         self.c, self.d = left.shape[1], right.shape[1]
         self.lines, self.columns = -(-self.c // tiles.block_m), -(-self.d // tiles.block_n)
         self.total = experts * self.lines * self.columns
-        self.launch = launch(self.total, tiles)
-        self.interpreted = interpreted
-        self.engine = EMULATION if interpreted else HARDWARE
+        self.blocks = thread_blocks(self.total, device)
+        self.interpreted = gpu.is_interpreted(device)
+        self.engine = EMULATION if self.interpreted else HARDWARE
         self.memory = self._memory()
 
     def _memory(self) -> dict[str, Memory]:
@@ -132,7 +134,7 @@ class _Weights:
             shared[name] = memory.bind(shared[name])
         self.shared, self.masked = shared, masked
         self.pipe = Pipe(self.tiles.stages, self.engine, here, free)
-        gpu.divide_roles(
+        gpu.specialise_warpgroups(
             self.tiles.consumers,
             lambda: self.each_tile(self.copy_tile),
             lambda warpgroup: self.each_tile(lambda *tile: self.compute_tile(warpgroup, *tile)),
@@ -147,7 +149,7 @@ class _Weights:
             line, column = place(index - group * each, self.lines, self.columns, self.tiles.band)
             return group, line, column, self.starts[group], self.ends[group]
 
-        each_tile(self.total, self.launch["grid"][0], find, program)
+        each_tile(self.total, self.blocks, find, program)
 
     def walk(self, start, end) -> tuple[Any, Any]:
         """Where the first step begins, and how many steps there are."""
