@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from kernels.triton_programs import collected, compile_calls
 
-from ejkernel.kernels.grouped_matmul import triton as triton_gpu
+from ejkernel.kernels.grouped_matmul import triton
 from ejkernel.kernels.grouped_matmul.inputs import Inputs, Outputs, Spec, TransposedInputs
 
 DTYPES = {"half": "bfloat16", "exact": "float32"}
@@ -36,17 +36,17 @@ def call(name):
 
 def launches(inputs, spec, params, device, backward):
     def run(inputs):
-        outputs, _ = triton_gpu.run_forward(inputs, spec, params, device)
+        outputs, _ = triton.run_forward(inputs, spec, params, device)
         if backward:
             d_outputs = Outputs(jnp.zeros_like(outputs.out))
-            triton_gpu.run_backward(inputs, (), d_outputs, spec, params, device)
+            triton.run_backward(inputs, (), d_outputs, spec, params, device)
 
     return collected(run, inputs)
 
 
 def all_launches(name, device, guess):
     inputs, spec = call(name)
-    choices = triton_gpu.IMPLEMENTATION.forward.choices(inputs, spec, device)
+    choices = triton.IMPLEMENTATION.forward.choices(inputs, spec, device)
     for params in choices[:1] if guess else choices:
         yield from launches(inputs, spec, params, device, True)
 

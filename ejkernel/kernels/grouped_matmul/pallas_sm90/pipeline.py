@@ -121,7 +121,7 @@ class MatmulEngine:
 
 
 class InterpretedMatmulEngine(MatmulEngine):
-    """The same in the interpreter, with the accumulator in memory; each matmul completes at once."""
+    """The same in the interpreter: each matmul completes at once, the accumulator is in memory."""
 
     waits_by_group = False
 
