@@ -182,7 +182,7 @@ def measure(
     for name, run in calls.items():
         try:
             results[name] = checked(case, which, arrays, run)
-        except Exception as failure:  # one that cannot serve must not end the others
+        except Exception as failure:  # one that fails must not end the others
             results[name] = {"failed": f"{type(failure).__name__}: {failure}"[:300]}
     right = [name for name, result in results.items() if "error" in result]
     times = in_turns(

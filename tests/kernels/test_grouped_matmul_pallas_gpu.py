@@ -1,8 +1,8 @@
 """Grouped matmul in Pallas on Hopper: its schedule, its refusals, its assembly, its results.
 
 Without a GPU the schedule is checked in NumPy, the kernels are assembled for an H200 (where the
-CUDA plugin is installed) and interpreted (JAX 0.12 or newer). With one, results are compared with the
-definition, twice, because an error that moves is a race.
+CUDA plugin is installed) and interpreted (JAX 0.12 or newer). With one, results are compared with
+the definition, twice, because an error that moves is a race.
 """
 
 import gpu_compile

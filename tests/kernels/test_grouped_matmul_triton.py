@@ -86,7 +86,7 @@ def covered(*call, rows=256, weights=4, block=16):
         assert end - start <= block
         assert (found[order[start:end]] == -2).all(), "a row in two tiles"
         found[order[start:end]] = weight
-    assert busy == sorted(busy, reverse=True), "tiles without rows stand last"
+    assert busy == sorted(busy, reverse=True), "tiles without rows come last"
     return found, sum(busy)
 
 
@@ -115,7 +115,7 @@ def test_every_row_is_in_one_tile_of_its_weight(sizes, offset, block):
 
 
 def test_the_most_tiles_there_can_be():
-    """Every group one row past a full tile, and rows before and behind that have no weight."""
+    """Every group one row past a full tile, and rows before and after that have no weight."""
     sizes = np.array([1, 17, 17, 17, 17, 1], np.int32)
     _, tiles = covered(sizes, None, np.int32(1), rows=70)
     assert tiles == 10 == max_tiles(70, 4, 16)

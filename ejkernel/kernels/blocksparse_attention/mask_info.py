@@ -300,7 +300,7 @@ def _cached(
         grid["mask_next"] = next_active(states == PARTIAL, indices, layout)
     if shrink_grid and len(unique) == 1:
         grid = without_idle_steps(grid, layout)
-    arrays = {name: _stored(layout.joined(array), downcast) for name, array in grid.items()}
+    arrays = {name: _stored(layout.merge_shards(array), downcast) for name, array in grid.items()}
     info = MaskInfo(
         data_next=arrays["data_next"],
         mask_next=arrays.get("mask_next"),

@@ -43,7 +43,7 @@ def grouped_matmul(
 
         output[t] = inputs[t] @ weights[group_ids[t] - group_offset]
 
-    A row whose group has no weight here (its id is out of range, it lies past the last group, or
+    A row whose group has no weight here (its id is out of range, it comes after the last group, or
     the group belongs to another shard) is the row of `existing_out`, or 0 without it. The work is
     that of one matmul with all rows, whatever the number of groups; products are accumulated in
     float32 or wider.

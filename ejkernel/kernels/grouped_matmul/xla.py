@@ -172,9 +172,7 @@ def _candidates(inputs: Inputs, spec: Spec, device: Device) -> list[GroupedMatmu
     return [GroupedMatmulConfig(block_m=size, platform="xla") for size in (16, 64, 128, 256)]
 
 
+_OPTIONS = {"features": ALL_FEATURES, "heuristic": _heuristic, "candidates": _candidates}
 IMPLEMENTATION = Implementation(
-    forward=Pass(run=forward, features=ALL_FEATURES, heuristic=_heuristic, candidates=_candidates),
-    backward=Pass(
-        run=backward, features=ALL_FEATURES, heuristic=_heuristic, candidates=_candidates
-    ),
+    forward=Pass(run=forward, **_OPTIONS), backward=Pass(run=backward, **_OPTIONS)
 )

@@ -38,6 +38,7 @@ from ejkernel.kernels.grouped_matmul.pallas_sm90.schedule import (
     TILE_FIELDS,
     for_each_tile,
     schedule_tiles,
+    specialise_over_tiles,
     thread_blocks,
     tile_coordinates,
 )
@@ -156,11 +157,8 @@ class _ForwardKernel:
         self.smem = {name: buffer.bind(smem[name]) for name, buffer in self.buffers.items()}
         self.acc_smem = acc_smem
         self.ring = RingBuffer(self.tiles.stages, self.engine, full, empty)
-        gpu.specialise_warpgroups(
-            self.tiles.consumers,
-            lambda: self.for_each_tile(self.load_tile),
-            lambda warpgroup: self.for_each_tile(lambda *tile: self.compute_tile(warpgroup, *tile)),
-        )
+        consumers, tiles = self.tiles.consumers, self.for_each_tile
+        specialise_over_tiles(consumers, tiles, self.load_tile, self.compute_tile)
 
     def for_each_tile(self, process: Callable[..., jax.Array]) -> None:
         """`step = process(step, column, group, start, own_start, end)` for this block's tiles."""
@@ -222,8 +220,8 @@ class _ForwardKernel:
         for panel in range(self.panels):
             width = self.tiles.block_n // self.panels
             weights = self.weights.at[group, depth, ds(first + panel * width, width)]
-            place = (panel,) if self.panels > 1 or not self.whole_tiles else ()
-            yield TmaCopy(weights, lambda stage, place=place: right.at[(stage, *place)])
+            index = (panel,) if self.panels > 1 or not self.whole_tiles else ()
+            yield TmaCopy(weights, lambda stage, index=index: right.at[(stage, *index)])
 
     def compute_tile(
         self,

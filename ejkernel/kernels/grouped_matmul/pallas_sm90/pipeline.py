@@ -106,13 +106,14 @@ class MatmulEngine:
         return gpu.pl.run_scoped(run, gpu.plgpu.ACC((WARPGROUP_ROWS, columns), jnp.float32))
 
     def matmul(
-        self, acc: Ref, left: Ref, right: Ref | jax.Array, columns: slice | None = None
+        self, acc: Ref, left: Ref | jax.Array, right: Ref | jax.Array, columns: slice | None = None
     ) -> None:
         """Start `acc += left @ right`, or `acc[:, columns] += left @ right`."""
         gpu.plgpu.wgmma(acc if columns is None else acc.at[:, columns], left, right)
 
-    def transposed(self, ref: Any) -> Any:
+    def transposed(self, operand: Ref) -> Ref | jax.Array:
         """The transpose of an operand."""
+        ref: Any = operand
         return ref.transpose((1, 0))
 
     def wait(self, pending: int) -> None:
@@ -146,8 +147,8 @@ class InterpretedMatmulEngine(MatmulEngine):
         # A thread's own reads need a fence before the next copy; those of WGMMA do not.
         gpu.plgpu.commit_smem()
 
-    def transposed(self, ref: Any) -> Any:
-        return ref[...].T
+    def transposed(self, operand: Ref) -> Ref | jax.Array:
+        return operand[...].T
 
     def wait(self, pending: int) -> None:
         pass

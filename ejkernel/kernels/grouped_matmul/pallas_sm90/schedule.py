@@ -78,6 +78,23 @@ def thread_blocks(max_tiles: int, device: Device) -> int:
     return max(1, min(gpu.multiprocessors(device), max_tiles))
 
 
+def specialise_over_tiles(
+    consumers: int,
+    for_each: Callable[[Callable[..., jax.Array]], None],
+    load_tile: Callable[..., jax.Array],
+    compute_tile: Callable[..., jax.Array],
+) -> None:
+    """The producer warpgroup runs `load_tile(step, *tile)` for every tile of `for_each`.
+
+    The consumers run `compute_tile(warpgroup, step, *tile)`.
+    """
+    gpu.specialise_warpgroups(
+        consumers,
+        lambda: for_each(load_tile),
+        lambda warpgroup: for_each(lambda *tile: compute_tile(warpgroup, *tile)),
+    )
+
+
 def for_each_tile(
     total: Index,
     blocks: int,

@@ -36,6 +36,7 @@ from ejkernel.kernels.grouped_matmul.pallas_sm90.pipeline import (
 )
 from ejkernel.kernels.grouped_matmul.pallas_sm90.schedule import (
     for_each_tile,
+    specialise_over_tiles,
     thread_blocks,
     tile_coordinates,
 )
@@ -159,11 +160,8 @@ class _WeightGradKernel:
         self.smem = {name: buffer.bind(smem[name]) for name, buffer in self.buffers.items()}
         self.acc_smem, self.is_masked = acc_smem, is_masked
         self.ring = RingBuffer(self.tiles.stages, self.engine, full, empty)
-        gpu.specialise_warpgroups(
-            self.tiles.consumers,
-            lambda: self.for_each_tile(self.load_tile),
-            lambda warpgroup: self.for_each_tile(lambda *tile: self.compute_tile(warpgroup, *tile)),
-        )
+        consumers, tiles = self.tiles.consumers, self.for_each_tile
+        specialise_over_tiles(consumers, tiles, self.load_tile, self.compute_tile)
 
     def for_each_tile(self, process: Callable[..., jax.Array]) -> None:
         """`step = process(step, group, row, column, start, end)` for this block's tiles."""

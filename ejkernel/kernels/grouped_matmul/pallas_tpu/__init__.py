@@ -65,19 +65,12 @@ def why_not(inputs: Inputs, spec: Spec, device: Device) -> str | None:
     return None
 
 
+_SUPPORT = {"features": KERNEL_FEATURES, "why_not": why_not}
 IMPLEMENTATION = Implementation(
     forward=Pass(
-        run=run_forward,
-        features=KERNEL_FEATURES,
-        why_not=why_not,
-        heuristic=heuristic_forward,
-        candidates=candidates_forward,
+        run=run_forward, heuristic=heuristic_forward, candidates=candidates_forward, **_SUPPORT
     ),
     backward=Pass(
-        run=run_backward,
-        features=KERNEL_FEATURES,
-        why_not=why_not,
-        heuristic=heuristic_backward,
-        candidates=candidates_backward,
+        run=run_backward, heuristic=heuristic_backward, candidates=candidates_backward, **_SUPPORT
     ),
 )
