@@ -94,23 +94,31 @@ def _grouped(depth: int, block_k: int, transposed: bool = False) -> Any:
     from ejkernel.kernels.grouped_matmul import pallas_tpu
     from ejkernel.kernels.grouped_matmul.config import GroupedMatmulConfig
     from ejkernel.kernels.grouped_matmul.inputs import Inputs, Spec, TransposedInputs
+    from ejkernel.ops.platform import device_of
 
     params = GroupedMatmulConfig(block_m=512, block_n=512, block_k=block_k)
     matrix = (COLUMNS, depth) if transposed else (depth, COLUMNS)
     kind = TransposedInputs if transposed else Inputs
     inputs = kind(array(ROWS, depth), array(EXPERTS, *matrix), group_sizes=_sizes())
-    return lambda x: pallas_tpu.run_forward(x, Spec(transpose_rhs=transposed), params), inputs
+    spec = Spec(transpose_rhs=transposed)
+    run = lambda x: pallas_tpu.run_forward(x, spec, params, device_of(jax.tree.leaves(x)))
+    return run, inputs
 
 
 def _grouped_gradient() -> Any:
     from ejkernel.kernels.grouped_matmul import pallas_tpu
     from ejkernel.kernels.grouped_matmul.config import GroupedMatmulConfig
     from ejkernel.kernels.grouped_matmul.inputs import Inputs, Outputs, Spec
+    from ejkernel.ops.platform import device_of
 
     params = GroupedMatmulConfig(block_m=512, block_n=512, block_k=512)
     weights = array(EXPERTS, DEPTH, COLUMNS)
     inputs = Inputs(array(ROWS, DEPTH), weights, group_sizes=_sizes())
-    run = lambda x: pallas_tpu.run_backward(x[0], (), Outputs(x[1]), Spec(), params).weights
+    run = lambda x: (
+        pallas_tpu.run_backward(
+            x[0], (), Outputs(x[1]), Spec(), params, device_of(jax.tree.leaves(x))
+        ).weights
+    )
     return run, (inputs, array(ROWS, COLUMNS))
 
 

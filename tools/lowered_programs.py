@@ -195,16 +195,17 @@ def _triton_kernels(
     run: Callable[..., Any], arguments: tuple, device: Device, ptx: bool
 ) -> Iterator[str]:
     bridge = _bridge()
-    with bridge.collected() as calls:
+    with bridge.recorded_launches() as launches:
         yield from _jaxpr(run, arguments)
     capability = device.compute_capability or (9, 0)
-    for call in calls:
-        yield f"launch: {call.how}"
-        yield f"mode: {_values(call.mode)}"
-        yield f"arrays: {[(x.shape, str(x.dtype)) for x in (*call.arrays, *call.outputs)]}"
-        yield _without_names(_triton_ir(call, capability))
+    for launch in launches:
+        programs, warps, stages = launch.config
+        yield f"launch: Launch(programs={programs}, num_warps={warps}, num_stages={stages})"
+        yield f"mode: {_values(launch.static)}"
+        yield f"arrays: {[(x.shape, str(x.dtype)) for x in (*launch.arrays, *launch.outputs)]}"
+        yield _without_names(_triton_ir(launch, capability))
         if ptx:
-            compiled = bridge.compile_ahead(call, 10 * capability[0] + capability[1])
+            compiled = bridge.compile_ahead(launch, 10 * capability[0] + capability[1])
             yield _without_names(_ptx(compiled.ptx))
 
 
@@ -217,19 +218,21 @@ def _bridge() -> Any:
     raise ModuleNotFoundError("there is no Triton bridge")
 
 
-def _values(mode: Any) -> list[Any]:
+def _values(static: Any) -> list[Any]:
     """The values of a static argument without the names of its fields."""
-    return [getattr(mode, name) for name in getattr(mode, "__dataclass_fields__", ())] or [mode]
+    return [getattr(static, name) for name in getattr(static, "__dataclass_fields__", ())] or [
+        static
+    ]
 
 
-def _triton_ir(call: Any, capability: tuple[int, int]) -> str:
+def _triton_ir(launch: Any, capability: tuple[int, int]) -> str:
     """A kernel as Triton's compiler gets it."""
     triton = importlib.import_module("triton")
     compiler = importlib.import_module("triton.compiler.compiler")
     target = importlib.import_module("triton.backends.compiler").GPUTarget(
         "cuda", 10 * capability[0] + capability[1], 32
     )
-    source, options = _bridge().ast_source(call)
+    source, options = _bridge().ast_source(launch)
     backend = compiler.make_backend(target)
     parsed = backend.parse_options(options)
     context = triton._C.libtriton.ir.context()

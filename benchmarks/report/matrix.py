@@ -80,7 +80,7 @@ def _every_package_installed() -> Iterator[None]:
     """The matrix is about devices: what is installed here makes no difference to it."""
     with (
         mock.patch.object(importlib.util, "find_spec", return_value=object()),
-        mock.patch.object(mosaic_gpu, "why_missing", return_value=None),
+        mock.patch.object(mosaic_gpu.versions, "why_missing", return_value=None),
     ):
         yield
 

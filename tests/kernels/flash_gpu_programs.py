@@ -117,14 +117,14 @@ FEATURES = {
 def forward_program(tiles, feature, **dims):
     """The forward pass and what it takes, for `gpu_compile`."""
     inputs, spec = call(**dims, **FEATURES[feature]())
-    return lambda inputs: forward(inputs, spec, tiles), inputs
+    return lambda inputs: forward(inputs, spec, tiles, H200), inputs
 
 
 def decode_program(params, **dims):
     """One query for each sequence, on keys that are split."""
     lengths = KeyLength(jnp.array([3000, 8192]))
     inputs, spec = call(queries=1, keys=8192, mask=lengths, **dims)
-    return lambda inputs: pallas_gpu.run_forward(inputs, spec, params)[0], inputs
+    return lambda inputs: pallas_gpu.run_forward(inputs, spec, params, H200)[0], inputs
 
 
 def backward_program(params, feature, **dims):
@@ -135,7 +135,7 @@ def backward_program(params, feature, **dims):
     outputs = Outputs(out, _shape(batch, heads, queries, dtype=jnp.float32))
 
     def run(inputs, residuals, d_outputs):
-        return pallas_gpu.run_backward(inputs, residuals, d_outputs, spec, params)
+        return pallas_gpu.run_backward(inputs, residuals, d_outputs, spec, params, H200)
 
     return run, inputs, outputs, outputs
 

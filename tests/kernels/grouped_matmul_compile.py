@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from kernels.triton_programs import collected, compile_calls
 
-from ejkernel.kernels.grouped_matmul import triton as triton_gpu
+from ejkernel.kernels.grouped_matmul import triton
 from ejkernel.kernels.grouped_matmul.inputs import Inputs, Outputs, Spec, TransposedInputs
 
 DTYPES = {"half": "bfloat16", "exact": "float32"}
@@ -34,25 +34,27 @@ def call(name):
     return inputs, Spec(transpose_rhs=bool(transposed))
 
 
-def launches(inputs, spec, params, backward):
+def launches(inputs, spec, params, device, backward):
     def run(inputs):
-        outputs, _ = triton_gpu.run_forward(inputs, spec, params)
+        outputs, _ = triton.run_forward(inputs, spec, params, device)
         if backward:
-            triton_gpu.run_backward(inputs, (), Outputs(jnp.zeros_like(outputs.out)), spec, params)
+            d_outputs = Outputs(jnp.zeros_like(outputs.out))
+            triton.run_backward(inputs, (), d_outputs, spec, params, device)
 
     return collected(run, inputs)
 
 
 def all_launches(name, device, guess):
     inputs, spec = call(name)
-    choices = triton_gpu.IMPLEMENTATION.forward.choices(inputs, spec, device)
+    choices = triton.IMPLEMENTATION.forward.choices(inputs, spec, device)
     for params in choices[:1] if guess else choices:
-        yield from launches(inputs, spec, params, True)
+        yield from launches(inputs, spec, params, device, True)
 
 
 def facts(launch):
-    mode = launch.mode
-    return {"blocks": (mode.block_m, mode.block_n, mode.block_k), "launch": launch.how}
+    static = launch.static
+    blocks = (static.block_m, static.block_n, static.block_k)
+    return {"blocks": blocks, "launch": launch.config}
 
 
 if __name__ == "__main__":

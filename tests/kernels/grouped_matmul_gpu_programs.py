@@ -6,7 +6,8 @@ import itertools
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.grouped_matmul import pallas_sm90 as pallas_gpu
+from ejkernel.kernels.common.mosaic_gpu import versions
+from ejkernel.kernels.grouped_matmul import pallas_sm90
 from ejkernel.kernels.grouped_matmul.inputs import Inputs, Outputs, Spec, TransposedInputs
 from ejkernel.ops.platform import Device
 
@@ -43,7 +44,7 @@ def call(
 def forward_program(params, **shape):
     """The forward pass and what it takes, for `gpu_compile`."""
     inputs, spec = call(**shape)
-    return lambda inputs: pallas_gpu.run_forward(inputs, spec, params)[0], inputs
+    return lambda inputs: pallas_sm90.run_forward(inputs, spec, params, H200)[0], inputs
 
 
 def backward_program(params, **shape):
@@ -51,7 +52,9 @@ def backward_program(params, **shape):
     inputs, spec = call(**shape)
     n = inputs.weights.shape[1 if spec.transpose_rhs else 2]
     d_out = jax.ShapeDtypeStruct((inputs.inputs.shape[0], n), inputs.inputs.dtype)
-    run = lambda inputs, d_outputs: pallas_gpu.run_backward(inputs, (), d_outputs, spec, params)
+    run = lambda inputs, d_outputs: pallas_sm90.run_backward(
+        inputs, (), d_outputs, spec, params, H200
+    )
     return run, inputs, Outputs(d_out)
 
 
@@ -74,8 +77,8 @@ def _programs():
         shape = shape | {"experts": experts}
         inputs, spec = call(**shape)
         for direction, program in (("forward", forward_program), ("backward", backward_program)):
-            offered = getattr(pallas_gpu.IMPLEMENTATION, direction)
-            if pallas_gpu.gpu.why_missing() or offered.refusal(inputs, spec, H200):
+            offered = getattr(pallas_sm90.IMPLEMENTATION, direction)
+            if versions.why_missing() or offered.refusal(inputs, spec, H200):
                 continue
             for params in offered.choices(inputs, spec, H200):
                 sizes = f"{params.block_m}x{params.block_n}x{params.num_stages}"

@@ -53,21 +53,21 @@ def _module(inputs):
     return update if isinstance(inputs, writing.Inputs) else triton_gpu
 
 
-def launches(inputs, spec, params):
-    return collected(lambda inputs: _module(inputs).forward(inputs, spec, params), inputs)
+def launches(inputs, spec, params, device):
+    forward = _module(inputs).IMPLEMENTATION.forward
+    return collected(lambda inputs: forward(inputs, spec, params, device=device), inputs)
 
 
 def all_launches(name, device, guess):
-    triton_gpu.device_of = lambda leaves: device
     inputs, spec = call(name)
     choices = _module(inputs).IMPLEMENTATION.forward.choices(inputs, spec, device)
     for params in choices[:1] if guess else choices:
-        yield from launches(inputs, spec, params)
+        yield from launches(inputs, spec, params, device)
 
 
 def facts(launch):
-    sizes = {name: getattr(launch.mode, name, 0) for name in ("block_k", "rows")}
-    return sizes | {"launch": launch.how}
+    sizes = {name: getattr(launch.static, name, 0) for name in ("block_k", "rows")}
+    return sizes | {"launch": launch.config}
 
 
 if __name__ == "__main__":

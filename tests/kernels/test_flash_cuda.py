@@ -375,7 +375,7 @@ def test_the_backward_of_wide_heads_is_left_to_cudnn(monkeypatch):
     """Forward by Pallas, backward by whoever is faster; without cuDNN, by Pallas again."""
     inputs, spec = programs.call(head_dim=128, mask=Band(None, 0))
     narrow, _ = programs.call(head_dim=64, mask=Band(None, 0))
-    monkeypatch.setattr(mosaic_gpu, "why_missing", lambda interpreted=False: None)
+    monkeypatch.setattr(mosaic_gpu.versions, "why_missing", lambda interpreted=False: None)
     monkeypatch.setattr(cudnn, "why_missing", lambda device: None)
 
     def platforms(direction, inputs):

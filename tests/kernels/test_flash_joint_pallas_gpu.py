@@ -114,7 +114,7 @@ def test_lines_that_see_everything_begin_apart():
 def test_registers_of_all_warpgroups_fit():
     """More than there are at the start, and a block of threads waits for ever."""
     holding, serving = pallas_gpu_joint.REGISTERS
-    at_start = mosaic_gpu.REGISTERS // (128 * 3) // 8 * 8
+    at_start = mosaic_gpu.REGISTER_FILE // (128 * 3) // 8 * 8
     assert 2 * holding + serving <= 3 * at_start
     assert holding % 8 == serving % 8 == 0
     assert serving <= at_start <= holding
@@ -149,7 +149,7 @@ def test_interpreted_it_computes_gradients(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["causal", "packed", "odd_lengths"])
 def test_every_access_is_ordered_by_a_barrier(name, monkeypatch):
-    monkeypatch.setattr(mosaic_gpu, "detect_races", True)
+    monkeypatch.setattr(mosaic_gpu.versions, "detect_races", True)
     with settings.override(interpret=True):
         flash._check_backward(*_call(name), UNORDERED)
 

@@ -29,7 +29,8 @@ from ejkernel.kernels.flash_attention.pallas_sm90.backward_kernel import (
     OF_QUERIES,
     OF_VALUES,
 )
-from ejkernel.kernels.flash_attention.pallas_sm90.logits import Tiles
+from ejkernel.kernels.flash_attention.pallas_sm90.logits import SHARED_BYTES, Tiles
+from ejkernel.ops.platform import device_of
 from ejkernel.types.rules import (
     And,
     Band,
@@ -189,9 +190,9 @@ def test_blocks_that_see_nothing_are_not_visited():
 def test_registers_of_all_warpgroups_fit():
     """More than there are, and a block of threads waits for ever."""
     for consumers in (2, 3):
-        computing, copying = mosaic_gpu.registers(consumers)
-        at_start = mosaic_gpu.REGISTERS // (128 * (consumers + 1)) // 8 * 8
-        assert 128 * (consumers * computing + copying) <= mosaic_gpu.REGISTERS
+        computing, copying = mosaic_gpu.register_budget(consumers)
+        at_start = mosaic_gpu.REGISTER_FILE // (128 * (consumers + 1)) // 8 * 8
+        assert 128 * (consumers * computing + copying) <= mosaic_gpu.REGISTER_FILE
         assert consumers * computing + copying <= at_start * (consumers + 1)
         assert copying <= at_start <= computing
         assert computing % 8 == copying % 8 == 0
@@ -212,8 +213,8 @@ def test_registers_of_all_warpgroups_fit():
     ],
 )
 def test_a_call_is_refused_with_its_reason(change, device, reason):
-    if mosaic_gpu.why_missing():
-        pytest.skip(str(mosaic_gpu.why_missing()))
+    if mosaic_gpu.versions.why_missing():
+        pytest.skip(str(mosaic_gpu.versions.why_missing()))
     said = pallas_gpu.why_not(*programs.call(**change), device)
     assert said is None if reason is None else reason in str(said)
 
@@ -228,7 +229,7 @@ def test_every_candidate_fits_shared_memory(dims):
     for params in choices:
         tiles = pallas_gpu.chosen_tiles(inputs, params)
         assert (tiles.block_q, tiles.block_k) == (params.q_blocksize, params.kv_blocksize)
-        assert tiles.shared_bytes(*dims) <= mosaic_gpu.SHARED_BYTES
+        assert tiles.shared_bytes(*dims) <= SHARED_BYTES
 
 
 @pytest.mark.parametrize(
@@ -288,8 +289,8 @@ def _check_assembly(names):
 
 
 def test_the_backward_takes_every_head_dim_and_feature():
-    if mosaic_gpu.why_missing():
-        pytest.skip(str(mosaic_gpu.why_missing()))
+    if mosaic_gpu.versions.why_missing():
+        pytest.skip(str(mosaic_gpu.versions.why_missing()))
     refused = lambda **change: _refused_backward(*programs.call(**change))
     for head_dim in (8, 128, 192, 256):
         assert refused(head_dim=head_dim) is None
@@ -350,11 +351,15 @@ def _draw(inputs: Inputs, seed: int = 0) -> Inputs:
     return inputs
 
 
-def _check(inputs: Inputs, spec: Spec, params=None, runs: int = 1) -> None:
-    """The forward pass is as near the definition as rounding to the dtype allows."""
+def _check(inputs: Inputs, spec: Spec, params=None, runs: int = 1, **changes) -> None:
+    """The forward pass is as near the definition as rounding to the dtype allows.
+
+    `changes` are to the device of the call.
+    """
+    device = device_of(jax.tree.leaves(inputs))._replace(**changes)
     proves(OP.name, SOURCE, "forward")
     exact, rounded = (reference.forward(_wide(inputs), spec, x) for x in (_same, _rounding(inputs)))
-    run = jax.jit(lambda x: pallas_gpu.run_forward(x, spec, params)[0])
+    run = jax.jit(lambda x: pallas_gpu.run_forward(x, spec, params, device)[0])
     _compare([run(inputs) for _ in range(runs)], exact, rounded)
 
 
@@ -379,8 +384,9 @@ def _check_backward(inputs: Inputs, spec: Spec, params=None, runs: int = 1) -> N
         return outputs, d_outputs, pull_back(d_outputs)
 
     outputs, d_outputs, exact = gradients(_same)
+    device = device_of(jax.tree.leaves(inputs))
     narrow = lambda x: x._replace(out=x.out.astype(inputs.query.dtype))
-    run = jax.jit(lambda *given: pallas_gpu.run_backward(*given, spec, params))
+    run = jax.jit(lambda *given: pallas_gpu.run_backward(*given, spec, params, device))
     results = [run(inputs, narrow(outputs), narrow(d_outputs)) for _ in range(runs)]
     results = [[getattr(result, name) for name in names] for result in results]
     _compare(results, exact, gradients(_rounding(inputs))[2])
@@ -475,8 +481,8 @@ INTERPRETED = {
 
 
 needs_interpreter = pytest.mark.skipif(
-    mosaic_gpu.why_missing(interpreted=True) is not None,
-    reason=str(mosaic_gpu.why_missing(interpreted=True)),
+    mosaic_gpu.versions.why_missing(interpreted=True) is not None,
+    reason=str(mosaic_gpu.versions.why_missing(interpreted=True)),
 )
 
 
@@ -522,7 +528,7 @@ def test_interpreted_it_computes_gradients(name):
     ["causal", "packed", "dims_apart", "odd_lengths", "soft_cap_masked", "wide", "bias_of_rows"],
 )
 def test_every_access_is_ordered_by_a_barrier(name, monkeypatch):
-    monkeypatch.setattr(mosaic_gpu, "detect_races", True)
+    monkeypatch.setattr(mosaic_gpu.versions, "detect_races", True)
     inputs, spec = _interpreted_call(name)
     with settings.override(interpret=True):
         _check(inputs, spec)
@@ -536,10 +542,9 @@ def test_every_access_is_ordered_by_a_barrier(name, monkeypatch):
 )
 def test_one_block_of_threads_does_unit_after_unit(name, monkeypatch):
     """Memory of queries and results is used again, and no access before its turn."""
-    monkeypatch.setattr(mosaic_gpu, "MULTIPROCESSORS", 1)
-    monkeypatch.setattr(mosaic_gpu, "detect_races", True)
+    monkeypatch.setattr(mosaic_gpu.versions, "detect_races", True)
     with settings.override(interpret=True):
-        _check(*_interpreted_call(name))
+        _check(*_interpreted_call(name), multiprocessors=1)
 
 
 def test_results_never_reach_into_other_queries():

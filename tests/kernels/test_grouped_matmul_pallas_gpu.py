@@ -1,8 +1,8 @@
-"""Grouped matmul in Pallas on Hopper: its list of tiles, its refusals, its assembly, its results.
+"""Grouped matmul in Pallas on Hopper: its schedule, its refusals, its assembly, its results.
 
-Without a GPU the list is walked in NumPy, the kernels are assembled for an H200 (where the CUDA
-plugin is installed) and interpreted (JAX 0.12 or newer). With one, results are compared with the
-definition, twice, because an error that moves is a race.
+Without a GPU the schedule is checked in NumPy, the kernels are assembled for an H200 (where the
+CUDA plugin is installed) and interpreted (JAX 0.12 or newer). With one, results are compared with
+the definition, twice, because an error that moves is a race.
 """
 
 import gpu_compile
@@ -16,12 +16,12 @@ from kernels.grouped_matmul_gpu_programs import H200
 
 from ejkernel import settings
 from ejkernel.kernels.common import mosaic_gpu
-from ejkernel.kernels.grouped_matmul import OP, reference
-from ejkernel.kernels.grouped_matmul import pallas_sm90 as pallas_gpu
+from ejkernel.kernels.grouped_matmul import OP, pallas_sm90, reference
 from ejkernel.kernels.grouped_matmul.config import GroupedMatmulConfig
 from ejkernel.kernels.grouped_matmul.inputs import Inputs, Outputs, Spec
-from ejkernel.kernels.grouped_matmul.pallas_sm90 import plan as pallas_gpu_plan
-from ejkernel.ops.platform import Platform
+from ejkernel.kernels.grouped_matmul.pallas_sm90 import configs
+from ejkernel.kernels.grouped_matmul.pallas_sm90.schedule import schedule_tiles, tile_coordinates
+from ejkernel.ops.platform import Platform, device_of
 
 SOURCE = next(x for x in OP.sources if (x.platform, x.backend) == ("pallas", "gpu"))
 SIZES = {
@@ -46,9 +46,10 @@ def test_the_tiles_cover_every_row_once_for_its_own_group(name, block):
     for group, (start, end) in enumerate(zip(starts, ends, strict=True)):
         expected[start:end] = group
     as_int = lambda x: jnp.asarray(x, jnp.int32)
-    tiles, passed = map(np.asarray, pallas_gpu_plan.plan(as_int(starts), as_int(ends), rows, block))
+    schedule = schedule_tiles(as_int(starts), as_int(ends), rows, block)
+    tiles, tile_ends = map(np.asarray, schedule)
     found = np.full(rows, -1)
-    for group, at, own, stop in tiles[: passed[-1]]:
+    for group, at, own, stop in tiles[: tile_ends[-1]]:
         assert at <= own < stop
         assert at == own or stop - at == block
         inside = slice(own, min(own + block, stop))
@@ -61,8 +62,8 @@ def test_the_tiles_cover_every_row_once_for_its_own_group(name, block):
 
 def test_groups_in_the_middle_leave_zeros_on_both_sides():
     """Weights for rows 10 to 30 of 50: the others have a tile without a weight."""
-    plan = pallas_gpu_plan.plan(jnp.array([10, 20]), jnp.array([20, 30]), 50, 64)
-    tiles = np.asarray(plan.tiles)[: int(plan.passed[-1])]
+    schedule = schedule_tiles(jnp.array([10, 20]), jnp.array([20, 30]), 50, 64)
+    tiles = np.asarray(schedule.tiles)[: int(schedule.tile_ends[-1])]
     assert [(min(g, 2), at, stop) for g, at, _, stop in tiles.tolist()] == [
         (0, 10, 20),
         (1, 20, 30),
@@ -71,12 +72,12 @@ def test_groups_in_the_middle_leave_zeros_on_both_sides():
     ]
 
 
-@pytest.mark.parametrize(("lines", "columns", "band"), [(5, 3, 8), (7, 19, 8), (1, 16, 4)])
-def test_every_tile_is_visited_once(lines, columns, band):
-    index = jnp.arange(lines * columns, dtype=jnp.int32)
-    line, column = jax.vmap(lambda i: pallas_gpu_plan.place(i, lines, columns, band))(index)
-    assert sorted(zip(line.tolist(), column.tolist(), strict=True)) == [
-        (i, j) for i in range(lines) for j in range(columns)
+@pytest.mark.parametrize(("rows", "columns", "band"), [(5, 3, 8), (7, 19, 8), (1, 16, 4)])
+def test_every_tile_is_visited_once(rows, columns, band):
+    index = jnp.arange(rows * columns, dtype=jnp.int32)
+    row, column = jax.vmap(lambda i: tile_coordinates(i, rows, columns, band))(index)
+    assert sorted(zip(row.tolist(), column.tolist(), strict=True)) == [
+        (i, j) for i in range(rows) for j in range(columns)
     ]
 
 
@@ -93,16 +94,16 @@ def test_every_tile_is_visited_once(lines, columns, band):
     ],
 )
 def test_a_call_is_refused_with_its_reason(change, device, reason):
-    if mosaic_gpu.why_missing():
-        pytest.skip(str(mosaic_gpu.why_missing()))
-    said = pallas_gpu.why_not(*programs.call(**change), device)
+    if mosaic_gpu.versions.why_missing():
+        pytest.skip(str(mosaic_gpu.versions.why_missing()))
+    said = pallas_sm90.why_not(*programs.call(**change), device)
     assert said is None if reason is None else reason in str(said)
 
 
 def test_gradients_in_another_dtype_are_refused():
-    if mosaic_gpu.why_missing():
-        pytest.skip(str(mosaic_gpu.why_missing()))
-    said = pallas_gpu.why_not_backward(*programs.call(out="float32"), H200)
+    if mosaic_gpu.versions.why_missing():
+        pytest.skip(str(mosaic_gpu.versions.why_missing()))
+    said = pallas_sm90.why_not_backward(*programs.call(out="float32"), H200)
     assert "dtype of the inputs, bfloat16, not float32" in str(said)
 
 
@@ -110,10 +111,10 @@ def test_gradients_in_another_dtype_are_refused():
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_every_candidate_is_what_it_says_and_fits_shared_memory(direction, experts):
     inputs, spec = programs.call(experts=experts)
-    for params in getattr(pallas_gpu.IMPLEMENTATION, direction).choices(inputs, spec, H200):
-        tiles = pallas_gpu.chosen_tiles(inputs, params)
-        assert pallas_gpu._params(tiles) == params
-        both = [tiles, pallas_gpu.chosen_weight_tiles(inputs, params)]
+    for params in getattr(pallas_sm90.IMPLEMENTATION, direction).choices(inputs, spec, H200):
+        tiles = configs.gmm_tiles(inputs, params)
+        assert configs.to_params(tiles) == params
+        both = [tiles, configs.tgmm_tiles(inputs, params)]
         for one in both:
             barriers = 8 * (2 * one.stages + 1)
             assert one.shared_bytes + barriers <= 232448 - 1024
@@ -123,16 +124,16 @@ def test_every_candidate_is_what_it_says_and_fits_shared_memory(direction, exper
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_rows_that_are_not_sorted_go_to_triton(direction):
     """Its kernels need no sorted copy of them; sorted ones are multiplied faster here."""
-    (inputs, spec), one = programs.call(), getattr(pallas_gpu.IMPLEMENTATION, direction)
-    assert one.behind(inputs, spec, H200) == frozenset()
+    (inputs, spec), one = programs.call(), getattr(pallas_sm90.IMPLEMENTATION, direction)
+    assert one.yields_to(inputs, spec, H200) == frozenset()
     ids = jax.ShapeDtypeStruct(inputs.inputs.shape[:1], jnp.int32)
     unsorted = inputs._replace(group_ids=ids, group_sizes=None)
-    assert one.behind(unsorted, spec, H200) == {Platform.TRITON}
+    assert one.yields_to(unsorted, spec, H200) == {Platform.TRITON}
 
 
 def test_parameters_become_tiles_that_exist():
     inputs, _ = programs.call()
-    ask = lambda **sizes: pallas_gpu.chosen_tiles(inputs, GroupedMatmulConfig(**sizes))
+    ask = lambda **sizes: configs.gmm_tiles(inputs, GroupedMatmulConfig(**sizes))
     sizes = lambda tiles: (tiles.block_m, tiles.block_n, tiles.stages)
     assert sizes(ask(block_m=1, block_n=8, num_stages=1)) == (16, 128, 2)
     assert sizes(ask(block_m=1024, block_n=1024, num_stages=99)) == (128, 256, 4)
@@ -143,7 +144,7 @@ def test_parameters_become_tiles_that_exist():
 )
 def test_few_rows_in_a_group_get_small_tiles(rows, experts, block):
     inputs, spec = programs.call(rows=rows, experts=experts)
-    assert pallas_gpu.heuristic(inputs, spec, H200).block_m == block
+    assert configs.heuristic_forward(inputs, spec, H200).block_m == block
 
 
 needs_assembler = pytest.mark.skipif(
@@ -199,8 +200,12 @@ def _draw(sizes, **shape) -> tuple[Inputs, Spec]:
     ), spec
 
 
-def _check(inputs: Inputs, spec: Spec, params=None, runs: int = 1) -> None:
-    """Output and gradients are as near the definition as rounding to the dtype allows."""
+def _check(inputs: Inputs, spec: Spec, params=None, runs: int = 1, **changes) -> None:
+    """Output and gradients are as near the definition as rounding to the dtype allows.
+
+    `changes` are to the device of the call.
+    """
+    device = device_of(jax.tree.leaves(inputs))._replace(**changes)
     wide = [x.astype(jnp.float32) for x in inputs[:2]]
     used = jnp.arange(wide[0].shape[0]) < np.sum(inputs.group_sizes)
     wide[0] = jnp.where(used[:, None], wide[0], 0.0)
@@ -221,13 +226,13 @@ def _check(inputs: Inputs, spec: Spec, params=None, runs: int = 1) -> None:
     rounded = [*define(narrow)[1]]
     rounded[1:] = map(narrow, rounded[1:])
     d_out = jnp.where(used[:, None], d_out, jnp.nan).astype(inputs.inputs.dtype)
-    forward = jax.jit(lambda x: pallas_gpu.run_forward(x, spec, params)[0].out)
+    forward = jax.jit(lambda x: pallas_sm90.run_forward(x, spec, params, device)[0].out)
     results = [[forward(inputs)] for _ in range(runs)]
     proves(OP.name, SOURCE, "forward")
     if spec.preferred_element_type is None:
         proves(OP.name, SOURCE, "backward")
         backward = jax.jit(
-            lambda x, d: pallas_gpu.run_backward(x, (), Outputs(d), spec, params)[:2]
+            lambda x, d: pallas_sm90.run_backward(x, (), Outputs(d), spec, params, device)[:2]
         )
         results = [[*one, *backward(inputs, d_out)] for one in results]
     for got, truth, coarse in zip(results[0], exact, rounded, strict=False):
@@ -239,8 +244,8 @@ def _check(inputs: Inputs, spec: Spec, params=None, runs: int = 1) -> None:
 
 
 needs_interpreter = pytest.mark.skipif(
-    mosaic_gpu.why_missing(interpreted=True) is not None,
-    reason=str(mosaic_gpu.why_missing(interpreted=True)),
+    mosaic_gpu.versions.why_missing(interpreted=True) is not None,
+    reason=str(mosaic_gpu.versions.why_missing(interpreted=True)),
 )
 QUICK = ("odd", "one_row")
 
@@ -250,29 +255,27 @@ QUICK = ("odd", "one_row")
     "name",
     [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in CALLS],
 )
-def test_interpreted_it_multiplies(name, monkeypatch):
-    """Barriers, copies, slots and masks as on the card; matmuls done at once."""
-    monkeypatch.setattr(mosaic_gpu, "MULTIPROCESSORS", 3)  # several tiles for each
+def test_interpreted_it_multiplies(name):
+    """Barriers, copies, stages and masks as on the card; each matmul completes at once."""
     with settings.override(interpret=True):
-        _check(*_draw(**CALLS[name]))
+        _check(*_draw(**CALLS[name]), multiprocessors=3)  # several tiles for each
 
 
 @needs_interpreter
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "odd"])
 def test_every_access_is_ordered_by_a_barrier(name, monkeypatch):
-    monkeypatch.setattr(mosaic_gpu, "MULTIPROCESSORS", 3)
-    monkeypatch.setattr(mosaic_gpu, "detect_races", True)
+    monkeypatch.setattr(mosaic_gpu.versions, "detect_races", True)
     # No tile is moved back: two would write the same numbers to the same rows, on purpose.
     call = CALLS[name] | {"rows": 601, "sizes": [128, 0, 17, 100, 256, 3]}
     with settings.override(interpret=True):
-        _check(*_draw(**call))
+        _check(*_draw(**call), multiprocessors=3)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "params",
-    pallas_gpu.candidates(*programs.call(), H200),
+    configs.candidates_forward(*programs.call(), H200),
     ids=lambda x: f"{x.block_m}x{x.block_n}x{x.num_stages}",
 )
 @pytest.mark.parametrize("name", CALLS)
@@ -282,7 +285,7 @@ def test_small_calls_in_every_candidate_on_the_card(name, params):
 
 @pytest.mark.gpu
 def test_small_integers_are_exact_on_the_card():
-    """Long enough for several tiles a block of threads and all slots to be used again."""
+    """Long enough for several tiles in a thread block and all stages to be used again."""
     inputs, spec = programs.call(rows=20000, k=512, n=1408, experts=7)
     generator = np.random.default_rng(0)
     draw = lambda x: jnp.asarray(generator.integers(-1, 2, x.shape), x.dtype)
@@ -293,7 +296,9 @@ def test_small_integers_are_exact_on_the_card():
         group_sizes=jnp.asarray(sizes, jnp.int32),
     )
     spec = Spec(preferred_element_type="float32")
-    got = np.asarray(jax.jit(lambda x: pallas_gpu.run_forward(x, spec, None)[0].out)(inputs))
+    device = device_of(jax.tree.leaves(inputs))
+    run = jax.jit(lambda x: pallas_sm90.run_forward(x, spec, None, device)[0].out)
+    got = np.asarray(run(inputs))
     rows, weights = (np.asarray(x, np.float32) for x in inputs[:2])
     ends = np.cumsum(sizes)
     for group, (size, end) in enumerate(zip(sizes, ends, strict=True)):

@@ -1,4 +1,4 @@
-"""The TPU kernels of grouped matmul: several tiles of every state, and blocks that fit."""
+"""The TPU kernels of grouped matmul: tiles of every state, their schedule, blocks that fit."""
 
 import hypothesis
 import hypothesis.strategies as st
@@ -13,8 +13,8 @@ from ejkernel.cli.oracle import Truth, with_dtype, with_gradients
 from ejkernel.kernels.common.mosaic_tpu.memory import core_of
 from ejkernel.kernels.grouped_matmul import pallas_tpu
 from ejkernel.kernels.grouped_matmul.inputs import Inputs, Spec
-from ejkernel.kernels.grouped_matmul.layout import Layout
-from ejkernel.kernels.grouped_matmul.row_tiles import FIRST, FLAGS, LAST, STATE, row_tiles
+from ejkernel.kernels.grouped_matmul.layout import GroupLayout
+from ejkernel.kernels.grouped_matmul.pallas_tpu import configs, schedule
 from ejkernel.modules import GroupedMatmulConfig, grouped_matmul
 from ejkernel.ops import default_executor, executor
 from ejkernel.ops.executor import Request
@@ -66,7 +66,7 @@ def test_many_tiles_give_what_the_reference_defines(arguments, cfg, dtype):
 
 @pytest.mark.tpu
 def test_nan_where_no_group_looks_never_leaks():
-    """In rows past the sum, in weights of no rows, and past the end of a sum in parts."""
+    """In rows past the last group, in weights without rows, and past the end of a sum over k."""
     sizes = jnp.array([140, 0, 20])
     x = jnp.ones((300, 200)).at[160:].set(jnp.nan)
     w = jnp.ones((3, 200, 130)).at[1].set(jnp.nan)
@@ -82,13 +82,14 @@ def test_nan_where_no_group_looks_never_leaks():
 
 
 def steps(starts, ends, rows, block, **options):
-    tiles = row_tiles(
-        Layout(jnp.array(starts), jnp.array(ends), None, None), rows, block, **options
-    )
-    assert int(tiles.count) <= tiles.tile.shape[0]
-    count = int(tiles.count)
-    tile, packed, source = (np.asarray(x[:count]) for x in tiles[:3])
-    return tile, packed >> FLAGS, packed & STATE, packed & FIRST > 0, packed & LAST > 0, source
+    layout = GroupLayout(jnp.array(starts), jnp.array(ends), None, None)
+    listed = schedule.schedule_rows(layout, rows, block, **options)
+    count = int(listed.count)
+    assert count <= listed.tile.shape[0]
+    index = jnp.arange(count)
+    read = (schedule.weight_of, schedule.state_of, schedule.is_first, schedule.is_last)
+    flags = [np.asarray(of(listed.packed, index)) for of in read]
+    return np.asarray(listed.tile[:count]), *flags, np.asarray(listed.source[:count])
 
 
 def states(starts, ends, block):
@@ -142,14 +143,12 @@ def test_default_blocks_fit(kind, dtype, rows, k, n, groups):
     shape = lambda *x: jax.ShapeDtypeStruct(x, dtype)
     inputs = Inputs(shape(rows, k), shape(groups, k, n))
     forward = pallas_tpu.heuristic_forward(inputs, spec, device)
-    problem = pallas_tpu._forward_problem(inputs, spec)
-    blocks = pallas_tpu._blocks(problem, forward.block_m, forward.block_n, forward.block_k)
-    assert blocks[:3] == (forward.block_m, forward.block_n, forward.block_k)
-    assert blocks.vmem < core_of(device).vmem
+    tiles = configs.forward_tiles(forward, inputs, spec)
+    assert tiles[:3] == (forward.block_m, forward.block_n, forward.block_k)
+    assert tiles.vmem_bytes < core_of(device).vmem
     backward = pallas_tpu.heuristic_backward(inputs, spec, device)
-    _, of_weights = pallas_tpu._backward_problems(inputs, spec)
-    sums = pallas_tpu._sum_blocks(of_weights, backward.block_m, backward.block_n, backward.block_k)
-    assert sums.vmem < core_of(device).vmem
+    _, weight_tiles = configs.backward_tiles(backward, inputs, spec, device)
+    assert weight_tiles.vmem_bytes < core_of(device).vmem
 
 
 def test_a_weight_is_read_once_where_all_of_its_depth_fits():

@@ -17,11 +17,10 @@ from kernels.triton_testing import H200, SHARED, compiled, lowered, marked, need
 
 from ejkernel.cli.oracle import with_gradients
 from ejkernel.errors import UnsupportedError
-from ejkernel.kernels.grouped_matmul import OP
-from ejkernel.kernels.grouped_matmul import triton as triton_gpu
+from ejkernel.kernels.grouped_matmul import OP, triton
 from ejkernel.kernels.grouped_matmul.config import GroupedMatmulConfig
 from ejkernel.kernels.grouped_matmul.inputs import Inputs, Spec
-from ejkernel.kernels.grouped_matmul.triton.plan import layout, most_tiles, tile_list
+from ejkernel.kernels.grouped_matmul.triton.operands import group_offsets, max_tiles, tile_list
 from ejkernel.kernels.grouped_matmul.workloads import WORKLOADS
 from ejkernel.modules import grouped_matmul
 from ejkernel.ops import executor
@@ -70,12 +69,12 @@ def test_tiles_of_the_usual_size(interpreter, name):
 
 @functools.partial(jax.jit, static_argnames=("rows", "weights", "block"))
 def listed(sizes, ids, offset, rows, weights, block):
-    """The tiles of a call of so many rows and weights, and the row at each place."""
+    """The tiles of a call of so many rows and weights, and the row at each sorted position."""
     groups = offset + jnp.arange(weights, dtype=jnp.int32)
     inputs = Inputs(jnp.zeros((rows, 5)), jnp.zeros((weights, 5, 3)), ids, sizes, groups)
-    where = layout(inputs, ())
-    order = jnp.arange(rows) if where.order is None else where.order
-    return tile_list(where.edges, block, most_tiles(rows, weights, block)), order
+    groups = group_offsets(inputs, ())
+    order = jnp.arange(rows) if groups.order is None else groups.order
+    return tile_list(groups.offsets, block, max_tiles(rows, weights, block)), order
 
 
 def covered(*call, rows=256, weights=4, block=16):
@@ -87,7 +86,7 @@ def covered(*call, rows=256, weights=4, block=16):
         assert end - start <= block
         assert (found[order[start:end]] == -2).all(), "a row in two tiles"
         found[order[start:end]] = weight
-    assert busy == sorted(busy, reverse=True), "tiles without rows stand last"
+    assert busy == sorted(busy, reverse=True), "tiles without rows come last"
     return found, sum(busy)
 
 
@@ -116,10 +115,10 @@ def test_every_row_is_in_one_tile_of_its_weight(sizes, offset, block):
 
 
 def test_the_most_tiles_there_can_be():
-    """Every group one row past a full tile, and rows before and behind that have no weight."""
+    """Every group one row past a full tile, and rows before and after that have no weight."""
     sizes = np.array([1, 17, 17, 17, 17, 1], np.int32)
     _, tiles = covered(sizes, None, np.int32(1), rows=70)
-    assert tiles == 10 == most_tiles(70, 4, 16)
+    assert tiles == 10 == max_tiles(70, 4, 16)
 
 
 @needs_triton
@@ -158,7 +157,7 @@ def test_calls_joined_by_vmap_are_one_launch(interpreter):
 def refusal(dtype="float16", device=H200, weights=None, spec=None):
     shape = jax.ShapeDtypeStruct
     inputs = Inputs(shape((8, 16), dtype), shape((2, 16, 16), weights or dtype))
-    return triton_gpu.why_not(inputs, spec or Spec(), device)
+    return triton.why_not(inputs, spec or Spec(), device)
 
 
 def test_it_says_what_it_cannot_do():
@@ -206,7 +205,7 @@ def test_first_choices_compile_without_local_memory(capability):
     calls = ("half_sizes_4096_4096_14336", "half_ids_64_2048_1408_t")
     proves(OP.name, SOURCE, "forward", "backward", compiled_for=f"sm_{capability}")
     kernels = compiled("grouped_matmul_compile.py", capability, *calls, guess=True)
-    assert {kernel["kernel"] for kernel in kernels} == {"multiply", "sum_rows"}
+    assert {kernel["kernel"] for kernel in kernels} == {"gmm_kernel", "tgmm_kernel"}
     assert capability != 90 or all(k["wgmma"] for k in kernels if k["call"] == calls[0])
 
 

@@ -327,9 +327,11 @@ def test_temporary_memory_follows_the_grid_and_not_the_table():
     def temporary(width):
         inputs = structure(64, 64, width)
         params = triton_gpu.IMPLEMENTATION.forward.heuristic(inputs, spec, H200)
-        with triton_bridge.collected() as calls:
-            jax.eval_shape(lambda inputs: triton_gpu.run_forward(inputs, spec, params), inputs)
-        attend, combine = calls
+        with triton_bridge.recorded_launches() as launches:
+            jax.eval_shape(
+                lambda inputs: triton_gpu.run_forward(inputs, spec, params, H200), inputs
+            )
+        attend, combine = launches
         assert len(combine.outputs) == 2
         return [x.shape for x in attend.outputs[2:]]
 

@@ -53,15 +53,15 @@ def call(name):
     return inputs, Spec(softmax_scale=0.1, logits_soft_cap=30.0, dropout_prob=0.1)
 
 
-def launches(inputs, spec, params, backward):
+def launches(inputs, spec, params, device, backward):
     def run(inputs):
         if not backward:
-            return triton_gpu.run_forward(inputs, spec, params)
+            return triton_gpu.run_forward(inputs, spec, params, device)
         b, t, n, _ = inputs.query.shape
         outputs = Outputs(
             jnp.zeros((b, t, n, inputs.value.shape[3]), inputs.query.dtype), jnp.zeros((b, n, t))
         )
-        return triton_gpu.run_backward(inputs, outputs, outputs, spec, params)
+        return triton_gpu.run_backward(inputs, outputs, outputs, spec, params, device)
 
     return collected(run, inputs)
 
@@ -71,8 +71,8 @@ def all_launches(name, device, guess):
     for direction in ("forward", "backward"):
         choices = getattr(triton_gpu.IMPLEMENTATION, direction).choices(inputs, spec, device)
         for params in choices[:1] if guess else choices:
-            yield from launches(inputs, spec, params, direction == "backward")
+            yield from launches(inputs, spec, params, device, direction == "backward")
 
 
 if __name__ == "__main__":
-    compile_calls(all_launches, lambda launch: {"launch": launch.how})
+    compile_calls(all_launches, lambda launch: {"launch": launch.config})

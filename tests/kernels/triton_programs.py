@@ -9,7 +9,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from ejkernel.kernels.common.triton import bridge as triton_bridge
 from ejkernel.ops.platform import Device
 
-_KINDS = {80: "NVIDIA A100", 90: "NVIDIA H200", 100: "NVIDIA B200"}
+# Kind and number of multiprocessors.
+_GPUS = {80: ("NVIDIA A100", 108), 90: ("NVIDIA H200", 132), 100: ("NVIDIA B200", 148)}
 _H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 
 
@@ -21,8 +22,8 @@ def compile_calls(launches, facts):
     """
     capability, *calls = [argument for argument in sys.argv[1:] if argument != "--guess"]
     capability = int(capability)
-    kind = _KINDS.get(capability, "a GPU")
-    device = Device("gpu", kind, divmod(capability, 10), f"{kind}|absent")
+    kind, multiprocessors = _GPUS.get(capability, ("a GPU", None))
+    device = Device("gpu", kind, divmod(capability, 10), f"{kind}|absent", multiprocessors)
     for call in calls:
         for launch in launches(call, device, "--guess" in sys.argv):
             found = triton_bridge.compile_ahead(launch, capability)
@@ -30,19 +31,19 @@ def compile_calls(launches, facts):
                 "call": call,
                 "kernel": getattr(launch.function, "__name__", "?"),
                 "registers": found.registers,
-                "local": found.local,
-                "shared": found.shared,
-                "tensor": found.tensor,
+                "local": found.local_memory,
+                "shared": found.shared_memory,
+                "tensor": found.tensor_memory,
                 "wgmma": "wgmma" in found.ptx,
             }
             print(json.dumps(line | facts(launch)), flush=True)
 
 
 def collected(run, *arguments):
-    """The launches of a call that is only traced."""
-    with triton_bridge.collected() as calls:
+    """The launches of a call that is traced and not run."""
+    with triton_bridge.recorded_launches() as launches:
         jax.eval_shape(run, *arguments)
-    return calls
+    return launches
 
 
 def lowered(function, *arguments, donate=()):

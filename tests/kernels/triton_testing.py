@@ -11,7 +11,7 @@ import pytest
 
 from ejkernel.ops.platform import Device
 
-H200 = Device("gpu", "NVIDIA H200", (9, 0), "NVIDIA H200|absent")
+H200 = Device("gpu", "NVIDIA H200", (9, 0), "NVIDIA H200|absent", 132, 232_448)
 # Bytes of shared memory that a program may have, by compute capability.
 SHARED = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 

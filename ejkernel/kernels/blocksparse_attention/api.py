@@ -1,7 +1,7 @@
 """The call: what it takes, what it means, how it becomes the inputs of flash attention."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,12 @@ from ejkernel.kernels.blocksparse_attention import OP
 from ejkernel.kernels.blocksparse_attention.config import BlockSparseAttentionConfig
 from ejkernel.kernels.blocksparse_attention.mask_rules import rule_of_blocks, rule_of_builder
 from ejkernel.kernels.blocksparse_attention.masks import Mask
-from ejkernel.kernels.common.arguments import as_array, check_attention_shapes
+from ejkernel.kernels.common.arguments import (
+    Specs,
+    as_array,
+    as_specs,
+    check_attention_shapes,
+)
 from ejkernel.kernels.common.attention import (
     bias_of_rank_four,
     bound_of_logits,
@@ -50,12 +55,12 @@ def blocksparse_attention(
     mesh: Mesh | AbstractMesh | None = None,
     in_specs: tuple[PartitionSpec | None, ...] | None = None,
     out_specs: PartitionSpec | tuple[PartitionSpec, ...] | None = None,
-) -> Any:
+) -> jax.Array:
     """Softmax attention in which each block of queries visits only some blocks of keys.
 
-    A query sees a key if everything that is said allows it: `block_mask`, `mask_info`,
-    `attention_mask`, `mask_builder`, `causal`, `sliding_window` and `chunk_size`. Time and memory
-    follow the blocks in which something is visible, forward and backward. The rest is as in
+    A query sees a key if all of `block_mask`, `mask_info`, `attention_mask`, `mask_builder`,
+    `causal`, `sliding_window` and `chunk_size` that are given allow it. Time and memory are
+    proportional to the blocks that are not empty, forward and backward. The rest is as in
     `flash_attention`.
 
     Args:
@@ -137,8 +142,8 @@ def blocksparse_attention(
     if 0 in (*extent, value.shape[3]):
         out = jnp.zeros((*query.shape[:3], value.shape[3]), query.dtype)
     else:
-        in_specs, out_specs = (_specs_sequence_first(x, layout) for x in (in_specs, out_specs))
-        request = Request(platform, cfg, mesh, in_specs, out_specs)
+        specs = (_specs_sequence_first(x, layout) for x in (in_specs, out_specs))
+        request = Request(platform, cfg, mesh, *specs)
         out = executor.run(OP, inputs, spec, request).out
     return _sequence_first(out, layout)
 
@@ -148,17 +153,20 @@ def _sequence_first(x: jax.Array, layout: str) -> jax.Array:
     return jnp.swapaxes(x, 1, 2) if layout == "bhsd" and x.ndim == 4 else x
 
 
-def _specs_sequence_first(specs: Any, layout: str) -> Any:
-    """The specs of query, key and value, or of the output, in our layout; others as they are."""
+def _specs_sequence_first(specs: Specs | list[PartitionSpec | None], layout: str) -> Specs:
+    """The specs of query, key and value, or of the output, sequence-first; others as they are."""
     if specs is None or layout == "bshd":
-        return tuple(specs) if isinstance(specs, list) else specs
+        return as_specs(specs)
     if isinstance(specs, PartitionSpec):
-        entries = [*specs, None, None, None, None][:4]
-        return PartitionSpec(entries[0], entries[2], entries[1], entries[3])
-    return tuple(
-        _specs_sequence_first(spec, layout) if position < 3 else spec
-        for position, spec in enumerate(specs)
-    )
+        return _with_swapped_axes(specs)
+    return (*map(_with_swapped_axes, specs[:3]), *specs[3:])
+
+
+def _with_swapped_axes(spec: PartitionSpec | None) -> PartitionSpec | None:
+    if spec is None:
+        return None
+    entries = [*spec, None, None, None, None][:4]
+    return PartitionSpec(entries[0], entries[2], entries[1], entries[3])
 
 
 class BlockSparseAttention(Module):

@@ -1,8 +1,8 @@
-"""What a mask is, and masks put together with `&` and `|`."""
+"""The base class of masks, and masks combined with `&` and `|`."""
 
 import abc
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Bool, Int8
@@ -54,10 +54,10 @@ class Mask(abc.ABC):
 
 @dataclass(frozen=True)
 class Combination(Mask):
-    """Two masks joined element by element."""
+    """Two masks combined element by element."""
 
     # Of truth values the minimum is "and", the maximum "or"; so it is for the states of blocks.
-    _join: ClassVar[np.ufunc]
+    _combine: ClassVar[np.ufunc]
 
     left: Mask
     right: Mask
@@ -74,13 +74,13 @@ class Combination(Mask):
         return self.left.shape
 
     def __getitem__(self, index: tuple[slice, slice]) -> Bool[np.ndarray, "q kv"]:
-        return self._join(self.left[index], self.right[index])
+        return self._combine(self.left[index], self.right[index])
 
     def block_states(self, block_q: int, block_kv: int) -> Int8[np.ndarray, "nq nkv"]:
         left = self.left.block_states(block_q, block_kv)
         right = self.right.block_states(block_q, block_kv)
-        states = self._join(left, right)
-        # Only two partial parts leave it open what they give together.
+        states = self._combine(left, right)
+        # Two partial blocks are combined element by element; other states decide by themselves.
         for i, j in np.argwhere((left == PARTIAL) & (right == PARTIAL)).tolist():
             block = self[block_slices(i, j, block_q, block_kv)]
             states[i, j] = block_states_of(block, block_q, block_kv)[0, 0]
@@ -90,13 +90,13 @@ class Combination(Mask):
 class LogicalAnd(Combination):
     """A query sees the keys that both masks allow; what `left & right` gives."""
 
-    _join = np.minimum
+    _combine = np.minimum
 
 
 class LogicalOr(Combination):
     """A query sees the keys that either mask allows; what `left | right` gives."""
 
-    _join = np.maximum
+    _combine = np.maximum
 
 
 def check_same_shape(name: str, left: Mask, right: Mask) -> None:
@@ -106,9 +106,9 @@ def check_same_shape(name: str, left: Mask, right: Mask) -> None:
         )
 
 
-def check_slices(mask: Mask, index: Any) -> None:
-    two = isinstance(index, tuple) and len(index) == 2
-    if not two or not all(isinstance(part, slice) for part in index):
+def check_slices(mask: Mask, index: object) -> None:
+    parts = index if isinstance(index, tuple) else ()
+    if len(parts) != 2 or not all(isinstance(part, slice) for part in parts):
         raise ValueError(
             f"{type(mask).__name__}: read it as mask[q_slice, kv_slice], got {index!r}."
         )

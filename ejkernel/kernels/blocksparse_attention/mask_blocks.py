@@ -1,14 +1,18 @@
-"""Which blocks of a mask are empty, partial or full: by looking, or from its formula."""
+"""Which blocks of a mask are empty, partial or full: from its values, or from its formula."""
 
 from dataclasses import dataclass
-from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import Bool, Int8
 
+# Indices of queries or keys that broadcast, and which pairs of them a mask allows.
+Indices = int | np.integer | np.ndarray | jax.Array
+Allowed = bool | np.bool_ | np.ndarray | jax.Array
+
 
 def block_slices(i: int, j: int, block_q: int, block_kv: int) -> tuple[slice, slice]:
-    """Where block (i, j) lies."""
+    """The queries and keys of block (i, j)."""
     q_start, kv_start = i * block_q, j * block_kv
     return slice(q_start, q_start + block_q), slice(kv_start, kv_start + block_kv)
 
@@ -29,7 +33,7 @@ class BandFunction:
     low: int | None
     high: int | None
 
-    def __call__(self, q_ids: Any, kv_ids: Any) -> Any:
+    def __call__(self, q_ids: Indices, kv_ids: Indices) -> Allowed:
         distance = kv_ids - q_ids
         allowed = distance == distance  # True everywhere, whether NumPy, JAX or in a kernel.
         if self.low is not None:
@@ -38,7 +42,13 @@ class BandFunction:
             allowed &= distance <= self.high
         return allowed
 
-    def block_states(self, q_start, q_last, kv_start, kv_last) -> np.ndarray:
+    def block_states(
+        self,
+        q_start: np.ndarray,
+        q_last: np.ndarray,
+        kv_start: np.ndarray,
+        kv_last: np.ndarray,
+    ) -> np.ndarray:
         """The states of blocks given by their first and last indices."""
         # A block holds every distance between these two.
         least, most = kv_start - q_last, kv_last - q_start
@@ -54,10 +64,16 @@ class ChunkFunction:
 
     size: int
 
-    def __call__(self, q_ids: Any, kv_ids: Any) -> Any:
+    def __call__(self, q_ids: Indices, kv_ids: Indices) -> Allowed:
         return (q_ids // self.size == kv_ids // self.size) & (q_ids >= kv_ids)
 
-    def block_states(self, q_start, q_last, kv_start, kv_last) -> np.ndarray:
+    def block_states(
+        self,
+        q_start: np.ndarray,
+        q_last: np.ndarray,
+        kv_start: np.ndarray,
+        kv_last: np.ndarray,
+    ) -> np.ndarray:
         """The states of blocks given by their first and last indices."""
         first = np.maximum(q_start // self.size, kv_start // self.size)
         last = np.minimum(q_last // self.size, kv_last // self.size)
@@ -71,6 +87,6 @@ class ChunkFunction:
         return _states(some, every)
 
 
-def _states(some: Any, every: Any) -> np.ndarray:
+def _states(some: np.ndarray | np.bool_, every: np.ndarray | np.bool_) -> np.ndarray:
     """EMPTY, PARTIAL or FULL from whether some and whether all pairs of a block are allowed."""
     return np.asarray(some, np.int8) + np.asarray(every, np.int8)

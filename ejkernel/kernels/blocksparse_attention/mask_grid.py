@@ -1,7 +1,7 @@
-"""The grid over the blocks of a mask: what each step fetches next, and grids without idle steps.
+"""The grid over the blocks of a mask: what each step prefetches, and grids without idle steps.
 
 Arrays over the grid are kept as [head_shards, q_shards, heads, q_blocks, kv_blocks], the last
-three within a shard, so that nothing said of a shard depends on another one.
+three within a shard, so that the entries of a shard do not depend on another one.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from ejkernel.types.block_map import EMPTY, PARTIAL
 _Q, _KV = 3, 4
 
 
-class Layout(NamedTuple):
+class MaskGridLayout(NamedTuple):
     """How a mask is cut into blocks and shards, and which way the grid runs."""
 
     block_q: int
@@ -47,7 +47,7 @@ class Layout(NamedTuple):
         shape = (*heads.shape, self.q_shards, q_blocks // self.q_shards, kv_blocks)
         return by_mask[heads].reshape(shape).transpose(0, 2, 1, 3, 4)
 
-    def joined(self, array: np.ndarray) -> np.ndarray:
+    def merge_shards(self, array: np.ndarray) -> np.ndarray:
         """The shards of an array over the grid put together: [heads, q_blocks, kv_blocks]."""
         head_shards, q_shards, heads, q_blocks, kv_blocks = array.shape
         shape = (head_shards * heads, q_shards * q_blocks, kv_blocks)
@@ -55,36 +55,36 @@ class Layout(NamedTuple):
 
 
 def partial_blocks(
-    masks: Sequence[Mask], states: np.ndarray, layout: Layout
+    masks: Sequence[Mask], states: np.ndarray, layout: MaskGridLayout
 ) -> tuple[np.ndarray | None, np.ndarray]:
-    """Each different partial block once, and for each block of each mask its place among them."""
+    """The distinct partial blocks, and for each block of each mask its index among them."""
     found: dict[bytes, int] = {}
     blocks = []
-    places = np.zeros(states.shape, np.int32)
+    indices = np.zeros(states.shape, np.int32)
     for number, i, j in np.argwhere(states == PARTIAL).tolist():
         block = masks[number][block_slices(i, j, layout.block_q, layout.block_kv)]
-        place = found.setdefault(np.packbits(block).tobytes(), len(blocks))
-        if place == len(blocks):
+        index = found.setdefault(np.packbits(block).tobytes(), len(blocks))
+        if index == len(blocks):
             blocks.append(block.T if layout.is_dkv else block)
-        places[number, i, j] = place
-    return np.stack(blocks) if blocks else None, places
+        indices[number, i, j] = index
+    return np.stack(blocks) if blocks else None, indices
 
 
-def next_fetch(states: np.ndarray, layout: Layout) -> np.ndarray:
+def next_fetch(states: np.ndarray, layout: MaskGridLayout) -> np.ndarray:
     """The block, counted within its shard, that the next non-empty step of the grid fetches."""
     fetched = np.indices(states.shape, sparse=True)[layout.fetched_axis]
     return next_active(states != EMPTY, np.broadcast_to(fetched, states.shape), layout)
 
 
-def next_active(active: np.ndarray, values: np.ndarray, layout: Layout) -> np.ndarray:
-    """At each step the value of the first active step from there on, in a circle.
+def next_active(active: np.ndarray, values: np.ndarray, layout: MaskGridLayout) -> np.ndarray:
+    """At each step the value of the first active step from there on, cyclically.
 
     A shard without an active step has zeros.
     """
     ordered = active.transpose(layout.grid_order)
     steps = ordered.reshape(*ordered.shape[:2], -1)
     count = steps.shape[-1]
-    # From behind, the smallest number of an active step so far is the next one.
+    # A running minimum from the end: the smallest active step so far is the next one.
     following = np.where(steps, np.arange(count), count)[..., ::-1]
     following = np.minimum.accumulate(following, axis=-1)[..., ::-1]
     following = np.where(following < count, following, following[..., :1]) % count
@@ -95,12 +95,14 @@ def next_active(active: np.ndarray, values: np.ndarray, layout: Layout) -> np.nd
     return found.reshape(ordered.shape).transpose(np.argsort(layout.grid_order))
 
 
-def shrunk(grid: dict[str, np.ndarray], layout: Layout) -> dict[str, np.ndarray]:
+def without_idle_steps(
+    grid: dict[str, np.ndarray], layout: MaskGridLayout
+) -> dict[str, np.ndarray]:
     """The grid without the steps in which no row (for dkv: no column) of a shard has work.
 
-    The work of a row comes first and that of a column last; steps left over hold zeros. Shards
-    with less work are filled up to the busiest one: with empty blocks, which fetch what the last
-    step fetched.
+    The active steps of a row come first, those of a column last; the others hold zeros. Shards with
+    fewer steps are padded to the busiest one with empty blocks, which fetch what the last step
+    fetched.
     """
     axis = layout.fetched_axis
     active = grid["block_mask"] != EMPTY
@@ -111,11 +113,11 @@ def shrunk(grid: dict[str, np.ndarray], layout: Layout) -> dict[str, np.ndarray]
     step = step.reshape([-1 if dimension == axis else 1 for dimension in range(active.ndim)])
     last_or_step = np.minimum(step, steps_of_shard - 1)
     rank = last_or_step - (steps_of_shard - count if layout.is_dkv else 0)
-    works = (rank >= 0) & (rank < count)
+    has_work = (rank >= 0) & (rank < count)
     active_first = np.argsort(~active, axis=axis, kind="stable")
-    source = np.take_along_axis(active_first, np.where(works, rank, 0), axis=axis)
+    source = np.take_along_axis(active_first, np.where(has_work, rank, 0), axis=axis)
     packed = {
-        name: np.where(works, np.take_along_axis(array, source, axis=axis), 0)
+        name: np.where(has_work, np.take_along_axis(array, source, axis=axis), 0)
         for name, array in grid.items()
     }
     packed["block_mask"] = np.where(step < steps_of_shard, packed["block_mask"], EMPTY)

@@ -1,34 +1,36 @@
-"""Masks as a kernel over blocks wants them: which blocks to visit, in which order.
+"""The blocks of a mask as a kernel reads them: which blocks to visit, in which order.
 
 The grid of a forward pass runs over (head, query block, key block), that of the key and value
-gradients (`dkv`) over (key block, head, query block). Blocks that hold nothing are skipped, blocks
-that hold everything need no mask, and for the rest the mask comes from a function of indices or
-from stored blocks. While one block is computed, the next one is fetched: that is what `data_next`
-and `mask_next` are for.
+gradients (`dkv`) over (key block, head, query block). Empty blocks are skipped, full blocks need no
+mask, and for partial blocks the mask comes from a function of indices or from stored blocks. While
+one block is computed, the next one is prefetched: `data_next` and `mask_next` say which.
 """
 
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ejkernel.kernels.blocksparse_attention.mask_blocks import Allowed, Indices
 from ejkernel.kernels.blocksparse_attention.mask_grid import (
-    Layout,
+    MaskGridLayout,
     next_active,
     next_fetch,
     partial_blocks,
-    shrunk,
+    without_idle_steps,
 )
 from ejkernel.kernels.blocksparse_attention.masks import ComputableMask, MultiHeadMask
 from ejkernel.types.block_map import FULL, PARTIAL
 
 # A training step needs the forward and dkv form of a few masks.
-_RESULTS_KEPT = 12
+_CACHE_SIZE = 12
+
+MaskFunction = Callable[[Indices, Indices], Allowed]
 
 
 class MaskInfo(NamedTuple):
@@ -45,10 +47,9 @@ class MaskInfo(NamedTuple):
         mask_next: The entry of `partial_mask_blocks` that the next partial block of the grid
             needs; None if none are stored.
         block_mask: 0 where a block is empty, 1 where it is partial, 2 where it is full.
-        partial_mask_blocks: bool[n, block_q, block_kv], each different partial block once; None if
-            there are none or a function serves instead. For dkv the last two axes are swapped. Of
-            a dynamic mask every block is there: bool[heads, q_blocks, kv_blocks, block_q,
-            block_kv].
+        partial_mask_blocks: bool[n, block_q, block_kv], the distinct partial blocks; None if there
+            are none or the mask is given by a function. For dkv the last two axes are swapped. A
+            dynamic mask has all of its blocks: bool[heads, q_blocks, kv_blocks, block_q, block_kv].
         q_sequence: int32[q_len], the index of each query, if the mask is given by a function.
         is_dynamic_mask: True if the mask is known only when the program runs, and then the leading
             axes of `partial_mask_blocks` can be sharded; None otherwise.
@@ -71,11 +72,11 @@ def process_mask(
     head_shards: int = 1,
     q_seq_shards: int = 1,
     shrink_grid: bool = True,
-) -> tuple[MaskInfo, Callable[[Any, Any], Any] | None]:
+) -> tuple[MaskInfo, MaskFunction | None]:
     """The blocks of a mask that is known beforehand, for the forward pass.
 
     The result can be partitioned over heads and queries: what it says of a shard depends on
-    nothing outside of it. It is kept, so that asking again costs nothing; its arrays are read-only.
+    nothing outside of it. Results are cached, and their arrays are read-only.
 
     Args:
         mask: One mask per head.
@@ -102,15 +103,8 @@ def process_mask(
         >>> bool(mask_function(1, 2))
         False
     """
-    name = "process_mask_dkv" if is_dkv else "process_mask"
-    blocks = _checked_blocks(name, mask.shape, block_shape, head_shards, q_seq_shards)
-    if not isinstance(mask, MultiHeadMask):
-        raise ValueError(
-            f"{name}: mask must be a MultiHeadMask, got {type(mask).__name__}; "
-            "an array goes to process_dynamic_mask."
-        )
-    layout = Layout(*blocks, head_shards, q_seq_shards, is_dkv)
-    return _process(mask, layout, downcast_smem_data, shrink_grid)
+    shards = (head_shards, q_seq_shards)
+    return _process_static(mask, block_shape, shards, is_dkv, downcast_smem_data, shrink_grid)
 
 
 def process_mask_dkv(
@@ -122,7 +116,7 @@ def process_mask_dkv(
     head_shards: int = 1,
     q_seq_shards: int = 1,
     shrink_grid: bool = True,
-) -> tuple[MaskInfo, Callable[[Any, Any], Any] | None]:
+) -> tuple[MaskInfo, MaskFunction | None]:
     """The same as `process_mask`, for the gradients of key and value.
 
     Args:
@@ -146,15 +140,8 @@ def process_mask_dkv(
         >>> info.data_next.tolist()
         [[[0, 0], [1, 1]]]
     """
-    return process_mask(
-        mask,
-        block_shape,
-        is_dkv=is_dkv,
-        downcast_smem_data=downcast_smem_data,
-        head_shards=head_shards,
-        q_seq_shards=q_seq_shards,
-        shrink_grid=shrink_grid,
-    )
+    shards = (head_shards, q_seq_shards)
+    return _process_static(mask, block_shape, shards, is_dkv, downcast_smem_data, shrink_grid)
 
 
 def process_dynamic_mask(
@@ -194,34 +181,8 @@ def process_dynamic_mask(
         >>> info.block_mask.tolist(), info.partial_mask_blocks.shape
         ([[[1, 0], [2, 1]]], (1, 2, 2, 2, 2))
     """
-    name = "process_dynamic_mask_dkv" if is_dkv else "process_dynamic_mask"
-    if mask.dtype != jnp.bool_:
-        raise ValueError(f"{name}: mask must be of bool, got {mask.dtype}.")
-    block_q, block_kv = _checked_blocks(name, mask.shape, block_shape, head_shards, q_seq_shards)
-    heads, q_len, kv_len = mask.shape
-    q_blocks, kv_blocks = q_len // block_q, kv_len // block_kv
-    grid = (heads, q_blocks, kv_blocks)
-    shard = (heads // head_shards, q_blocks // q_seq_shards, kv_blocks)
-
-    blocks = jnp.asarray(mask).reshape(heads, q_blocks, block_q, kv_blocks, block_kv)
-    blocks = blocks.swapaxes(2, 3)  # [heads, q_blocks, kv_blocks, block_q, block_kv]
-    some, every = blocks.any((-2, -1)), blocks.all((-2, -1))
-    # Both count within a shard.
-    place = jnp.tile(jnp.arange(math.prod(shard)).reshape(shard), (head_shards, q_seq_shards, 1))
-    fetched_axis = 1 if is_dkv else 2
-    fetched = lax.broadcasted_iota(jnp.int32, grid, fetched_axis) % shard[fetched_axis]
-
-    def stored(array, bound):
-        return array.astype(_smallest_type(bound) if downcast_smem_data else jnp.int32)
-
-    return MaskInfo(
-        data_next=stored(jnp.where(some, fetched, 0), shard[fetched_axis]),
-        mask_next=stored(jnp.where(some & ~every, place, 0), math.prod(shard)),
-        block_mask=stored(some.astype(jnp.int32) + every, FULL),
-        partial_mask_blocks=blocks.swapaxes(-2, -1) if is_dkv else blocks,
-        q_sequence=None,
-        is_dynamic_mask=True,
-    ), None
+    shards = (head_shards, q_seq_shards)
+    return _process_dynamic(mask, block_shape, shards, is_dkv, downcast_smem_data), None
 
 
 def process_dynamic_mask_dkv(
@@ -258,35 +219,88 @@ def process_dynamic_mask_dkv(
         >>> info.partial_mask_blocks.shape
         (1, 2, 2, 3, 2)
     """
-    return process_dynamic_mask(
-        mask,
-        block_shape,
-        is_dkv=is_dkv,
-        downcast_smem_data=downcast_smem_data,
-        head_shards=head_shards,
-        q_seq_shards=q_seq_shards,
-        shrink_grid=shrink_grid,
+    shards = (head_shards, q_seq_shards)
+    return _process_dynamic(mask, block_shape, shards, is_dkv, downcast_smem_data), None
+
+
+def _process_static(
+    mask: MultiHeadMask,
+    block_shape: tuple[int, int],
+    shards: tuple[int, int],
+    is_dkv: bool,
+    downcast: bool,
+    shrink_grid: bool,
+) -> tuple[MaskInfo, MaskFunction | None]:
+    """The blocks of a static mask, and its function; `shards` are those of heads and queries."""
+    name = "process_mask_dkv" if is_dkv else "process_mask"
+    blocks = _checked_blocks(name, mask.shape, block_shape, shards)
+    if not isinstance(mask, MultiHeadMask):
+        raise ValueError(
+            f"{name}: mask must be a MultiHeadMask, got {type(mask).__name__}; "
+            "an array goes to process_dynamic_mask."
+        )
+    return _cached(mask, MaskGridLayout(*blocks, *shards, is_dkv), downcast, shrink_grid)
+
+
+def _process_dynamic(
+    mask: jax.Array | np.ndarray,
+    block_shape: tuple[int, int],
+    shards: tuple[int, int],
+    is_dkv: bool,
+    downcast: bool,
+) -> MaskInfo:
+    """The blocks of a mask that may be traced; `shards` are those of heads and queries."""
+    name = "process_dynamic_mask_dkv" if is_dkv else "process_dynamic_mask"
+    if mask.dtype != jnp.bool_:
+        raise ValueError(f"{name}: mask must be of bool, got {mask.dtype}.")
+    block_q, block_kv = _checked_blocks(name, mask.shape, block_shape, shards)
+    heads, q_len, kv_len = mask.shape
+    q_blocks, kv_blocks = q_len // block_q, kv_len // block_kv
+    grid = (heads, q_blocks, kv_blocks)
+    head_shards, q_shards = shards
+    shard = (heads // head_shards, q_blocks // q_shards, kv_blocks)
+
+    blocks = jnp.asarray(mask).reshape(heads, q_blocks, block_q, kv_blocks, block_kv)
+    blocks = blocks.swapaxes(2, 3)  # [heads, q_blocks, kv_blocks, block_q, block_kv]
+    some, every = blocks.any((-2, -1)), blocks.all((-2, -1))
+    # Both count within a shard.
+    index = jnp.tile(jnp.arange(math.prod(shard)).reshape(shard), (head_shards, q_shards, 1))
+    fetched_axis = 1 if is_dkv else 2
+    fetched = lax.broadcasted_iota(jnp.int32, grid, fetched_axis) % shard[fetched_axis]
+
+    def stored(array: jax.Array, bound: int) -> jax.Array:
+        return array.astype(_smallest_type(bound) if downcast else jnp.int32)
+
+    return MaskInfo(
+        data_next=stored(jnp.where(some, fetched, 0), shard[fetched_axis]),
+        mask_next=stored(jnp.where(some & ~every, index, 0), math.prod(shard)),
+        block_mask=stored(some.astype(jnp.int32) + every, FULL),
+        partial_mask_blocks=blocks.swapaxes(-2, -1) if is_dkv else blocks,
+        q_sequence=None,
+        is_dynamic_mask=True,
     )
 
 
-@functools.lru_cache(maxsize=_RESULTS_KEPT)
-def _process(mask: MultiHeadMask, layout: Layout, downcast: bool, shrink_grid: bool) -> tuple:
+@functools.lru_cache(maxsize=_CACHE_SIZE)
+def _cached(
+    mask: MultiHeadMask, layout: MaskGridLayout, downcast: bool, shrink_grid: bool
+) -> tuple[MaskInfo, MaskFunction | None]:
     numbers = {head_mask: number for number, head_mask in enumerate(dict.fromkeys(mask.masks))}
     unique = list(numbers)
     heads = np.array([numbers[head_mask] for head_mask in mask.masks])
     states = np.stack([m.block_states(layout.block_q, layout.block_kv) for m in unique])
     formula = unique[0] if len(unique) == 1 and isinstance(unique[0], ComputableMask) else None
-    blocks, places = None, np.zeros_like(states)
+    blocks, indices = None, np.zeros_like(states)
     if formula is None:
-        blocks, places = partial_blocks(unique, states, layout)
+        blocks, indices = partial_blocks(unique, states, layout)
 
-    states, places = layout.spread(states, heads), layout.spread(places, heads)
+    states, indices = layout.spread(states, heads), layout.spread(indices, heads)
     grid = {"block_mask": states, "data_next": next_fetch(states, layout)}
     if blocks is not None:
-        grid["mask_next"] = next_active(states == PARTIAL, places, layout)
+        grid["mask_next"] = next_active(states == PARTIAL, indices, layout)
     if shrink_grid and len(unique) == 1:
-        grid = shrunk(grid, layout)
-    arrays = {name: _stored(layout.joined(array), downcast) for name, array in grid.items()}
+        grid = without_idle_steps(grid, layout)
+    arrays = {name: _stored(layout.merge_shards(array), downcast) for name, array in grid.items()}
     info = MaskInfo(
         data_next=arrays["data_next"],
         mask_next=arrays.get("mask_next"),
@@ -301,10 +315,10 @@ def _checked_blocks(
     name: str,
     shape: tuple[int, ...],
     block_shape: tuple[int, int],
-    head_shards: int,
-    q_seq_shards: int,
+    shards: tuple[int, int],
 ) -> tuple[int, int]:
     """Refuse blocks and shards that do not divide the mask."""
+    head_shards, q_seq_shards = shards
     if len(shape) != 3:
         raise ValueError(f"{name}: mask must be [heads, q_len, kv_len], got shape {shape}.")
     if len(block_shape) != 2:
@@ -338,6 +352,6 @@ def _stored(array: np.ndarray, downcast: bool) -> np.ndarray:
 
 
 def _read_only(array: np.ndarray) -> np.ndarray:
-    # Results are kept and handed out again.
+    # Results are cached and returned again.
     array.setflags(write=False)
     return array

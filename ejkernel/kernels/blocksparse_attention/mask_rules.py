@@ -1,11 +1,11 @@
-"""From masks that are known beforehand, and from masks of blocks, to rules."""
+"""From static masks, and from masks of blocks, to rules."""
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from ejkernel.kernels.blocksparse_attention.masks import (
     CausalMask,
@@ -25,7 +25,7 @@ from ejkernel.types.rules import And, Band, Blocks, Chunks, Dense, Everything, O
 _NAME = "blocksparse_attention"
 
 
-def block_sizes(size: Any) -> tuple[int, int]:
+def block_sizes(size: int | tuple[int, int]) -> tuple[int, int]:
     """Queries and keys of a block, from one number or a pair."""
     try:
         pair = size if isinstance(size, tuple | list) else (size, size)
@@ -39,10 +39,10 @@ def block_sizes(size: Any) -> tuple[int, int]:
     return block_q, block_k
 
 
-def rule_of_blocks(mask: Any, size: Any, extent: Extent) -> Rule:
+def rule_of_blocks(block_mask: ArrayLike, size: int | tuple[int, int], extent: Extent) -> Rule:
     """The rule of a block mask [nq, nk], [heads, nq, nk] or [batch, 1 or heads, nq, nk]."""
     block_q, block_k = block_sizes(size)
-    mask = given = as_array(_NAME, "block_mask", mask)
+    mask = given = as_array(_NAME, "block_mask", block_mask)
     mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
     grid = (-(-extent.queries // block_q), -(-extent.keys // block_k))
     fits = given.ndim in (2, 3, 4) and mask.shape[2:] == grid
@@ -54,7 +54,9 @@ def rule_of_blocks(mask: Any, size: Any, extent: Extent) -> Rule:
     return Blocks(mask if mask.dtype == jnp.bool_ else mask != 0, block_q, block_k)
 
 
-def rule_of_builder(builder: Callable[..., Mask], size: Any, extent: Extent, group: int) -> Rule:
+def rule_of_builder(
+    builder: Callable[..., Mask], size: int | tuple[int, int], extent: Extent, group: int
+) -> Rule:
     """The rule of the masks that `builder` makes, one for each query head."""
     if not callable(builder):
         raise ValueError(f"{_NAME}: mask_builder must be a function, got {builder!r}.")
@@ -115,15 +117,15 @@ def _rule_of_heads(masks: Sequence[Mask], block_q: int, block_k: int) -> Rule:
         if not (states == PARTIAL).any():
             return Blocks(jnp.asarray(states == FULL)[None], block_q, block_k)
     if formulas:
-        return _formula_of_each_head(masks)
+        return _union_over_heads(masks)
     pairs = Dense(jnp.asarray(np.stack([mask[:, :] for mask in masks]))[None])
     if states is None or (states != EMPTY).mean() > 0.5:
         return pairs
-    # With its blocks, only those that hold something are visited, however they lie.
+    # With the block mask, kernels visit only the blocks that are not empty.
     return Blocks(jnp.asarray(states != EMPTY)[None], block_q, block_k) & pairs
 
 
-def _formula_of_each_head(masks: Sequence[Mask]) -> Rule:
+def _union_over_heads(masks: Sequence[Mask]) -> Rule:
     """A union of formulas, each for the heads that have it: no array of queries by keys."""
     rules = []
     for one in dict.fromkeys(masks):

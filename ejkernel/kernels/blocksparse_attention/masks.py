@@ -1,8 +1,8 @@
 """Attention masks that are known before anything runs.
 
 A mask says for each query and each key whether the query may see the key. It is immutable and
-hashable, so that what is computed from it can be kept. Masks are put together with `&` and `|`,
-and `MultiHeadMask` gives each head its own.
+hashable, so that what is computed from it can be cached. Masks are combined with `&` and `|`, and
+`MultiHeadMask` gives each head its own.
 
 Reading `mask[q_slice, kv_slice]` gives that part as a NumPy array. `mask.block_states(...)` says
 of each block whether it is empty, partial or full; masks with a formula answer from the corners
@@ -13,7 +13,6 @@ import abc
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Int8
@@ -26,7 +25,12 @@ from ejkernel.kernels.blocksparse_attention.mask_base import (
 from ejkernel.kernels.blocksparse_attention.mask_base import LogicalAnd as LogicalAnd
 from ejkernel.kernels.blocksparse_attention.mask_base import LogicalOr as LogicalOr
 from ejkernel.kernels.blocksparse_attention.mask_base import Mask as Mask
-from ejkernel.kernels.blocksparse_attention.mask_blocks import BandFunction, ChunkFunction
+from ejkernel.kernels.blocksparse_attention.mask_blocks import (
+    Allowed,
+    BandFunction,
+    ChunkFunction,
+    Indices,
+)
 from ejkernel.types.block_map import FULL
 
 
@@ -40,7 +44,7 @@ class ComputableMask(Mask):
 
     @property
     @abc.abstractmethod
-    def mask_function(self) -> Callable[[Any, Any], Any]:
+    def mask_function(self) -> Callable[[Indices, Indices], Allowed]:
         """A hashable function of two index arrays that broadcast, NumPy or JAX."""
 
     @property
@@ -50,7 +54,7 @@ class ComputableMask(Mask):
 
     def __getitem__(self, index: tuple[slice, slice]) -> Bool[np.ndarray, "q kv"]:
         q_ids, kv_ids = _read_indices(self, index)
-        return self.mask_function(q_ids[:, None], kv_ids[None, :])
+        return np.asarray(self.mask_function(q_ids[:, None], kv_ids[None, :]))
 
 
 class _FormulaMask(ComputableMask):
@@ -279,16 +283,16 @@ class MultiHeadMask(Mask):
         return np.stack([mask.block_states(block_q, block_kv) for mask in self.masks])
 
     def __and__(self, other: Mask) -> "MultiHeadMask":
-        return self._joined("&", other, LogicalAnd)
+        return self._combined("&", other, LogicalAnd)
 
     def __or__(self, other: Mask) -> "MultiHeadMask":
-        return self._joined("|", other, LogicalOr)
+        return self._combined("|", other, LogicalOr)
 
-    def _joined(self, symbol: str, other: Mask, join: type[Combination]) -> "MultiHeadMask":
+    def _combined(self, symbol: str, other: Mask, combine: type[Combination]) -> "MultiHeadMask":
         check_same_shape(symbol, self, other)
         if not isinstance(other, MultiHeadMask):
             raise ValueError(f"{symbol}: a mask of several heads is combined with another one.")
-        return MultiHeadMask([join(*pair) for pair in zip(self.masks, other.masks, strict=True)])
+        return MultiHeadMask([combine(*pair) for pair in zip(self.masks, other.masks, strict=True)])
 
 
 def make_causal_mask(shape: tuple[int, int], offset: int = 0) -> Bool[np.ndarray, "q kv"]:

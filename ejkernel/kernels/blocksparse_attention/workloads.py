@@ -14,26 +14,22 @@ from ejkernel.ops.config import BwdParams, FwdParams
 from ejkernel.ops.workload import Draw, Workload, boolean, normal, value
 from ejkernel.types.mask import MaskInfo
 
-_ARRAYS = {
-    "query": normal(2, 48, 4, 16),
-    "key": normal(2, 48, 2, 16),
-    "value": normal(2, 48, 2, 16),
-}
 
+def _arrays(
+    queries: int, keys: int, head_dim: int, value_dim: int, heads_first: bool = False
+) -> dict[str, Draw]:
+    def array(length: int, heads: int, dim: int) -> Draw:
+        return normal(2, *((heads, length) if heads_first else (length, heads)), dim)
 
-def _arrays(queries: int, keys: int, head_dim: int, value_dim: int) -> dict[str, Draw]:
     return {
-        "query": normal(2, queries, 4, head_dim),
-        "key": normal(2, keys, 2, head_dim),
-        "value": normal(2, keys, 2, value_dim),
+        "query": array(queries, 4, head_dim),
+        "key": array(keys, 2, head_dim),
+        "value": array(keys, 2, value_dim),
     }
 
 
-_HEADS_FIRST = {
-    "query": normal(2, 4, 48, 16),
-    "key": normal(2, 2, 48, 16),
-    "value": normal(2, 2, 48, 16),
-}
+_ARRAYS = _arrays(48, 48, 16, 16)
+_HEADS_FIRST = _arrays(48, 48, 16, 16, heads_first=True)
 
 
 def _per_head(queries: int, keys: int, heads: int, head: int, group: int) -> Mask:

@@ -6,8 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
+from ejkernel.ops.config import Config
 from ejkernel.xla_utils.concrete import concrete_value
+
+# Of one array, of several, or left to be chosen.
+Specs = PartitionSpec | tuple[PartitionSpec | None, ...] | None
 
 
 def as_array(op: str, name: str, x: Any) -> jax.Array:
@@ -38,6 +43,21 @@ def cumulative_lengths(op: str, name: str, cum: Any, tokens: int) -> jax.Array:
         if values[-1] > tokens:
             raise ValueError(f"{op}: {name} ends at {values[-1]}, past the {tokens} tokens.")
     return cum
+
+
+def check_positive_ints(config: Config, *names: str) -> None:
+    """Refuse a configuration in which one of these fields is not a positive int."""
+    for name in names:
+        value = getattr(config, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(
+                f"{type(config).__name__}: {name} must be a positive int, got {value!r}."
+            )
+
+
+def as_specs(specs: Specs | list[PartitionSpec | None]) -> Specs:
+    """Partition specs as they are handed on: a list becomes a tuple."""
+    return tuple(specs) if isinstance(specs, list) else specs
 
 
 def window_pair(op: str, window: Any) -> tuple[int, int] | None:

@@ -1,7 +1,6 @@
 """The call: what it takes, what it means, how it becomes `Inputs` and `Spec`."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from ejkernel.kernels.common.arguments import as_array, known_values
+from ejkernel.kernels.common.arguments import Specs, as_array, as_specs, known_values
 from ejkernel.kernels.grouped_matmul import OP
 from ejkernel.kernels.grouped_matmul.config import GroupedMatmulConfig
 from ejkernel.kernels.grouped_matmul.inputs import (
@@ -44,7 +43,7 @@ def grouped_matmul(
 
         output[t] = inputs[t] @ weights[group_ids[t] - group_offset]
 
-    A row whose group has no weight here (its id is out of range, it lies past the last group, or
+    A row whose group has no weight here (its id is out of range, it comes after the last group, or
     the group belongs to another shard) is the row of `existing_out`, or 0 without it. The work is
     that of one matmul with all rows, whatever the number of groups; products are accumulated in
     float32 or wider.
@@ -58,7 +57,7 @@ def grouped_matmul(
             `group_offset` on.
         existing_out: `[rows, n]` in the dtype of the output: where a row has no weight here, its
             row of this array is the result, and the gradient of that row goes to it.
-        group_sizes: `[groups]` integers instead of ids, for rows that stand group by group: the
+        group_sizes: `[groups]` integers instead of ids, for rows sorted by group: the
             first `group_sizes[0]` rows belong to group 0, the next to group 1, and so on.
         transpose_rhs: the weights are `[groups, n, k]`.
         preferred_element_type: dtype of the output, by default that of the inputs.
@@ -100,21 +99,17 @@ def grouped_matmul(
     existing = _existing(existing_out, (count, columns), spec.output_dtype(call))
     if 0 in (*rows.shape, *weights.shape):
         return _filled(jnp.zeros((count, columns), spec.output_dtype(call)), call, existing)
-    request = Request(platform, cfg, mesh, _tuple(in_specs), _tuple(out_specs))
+    request = Request(platform, cfg, mesh, as_specs(in_specs), as_specs(out_specs))
     if mesh is not None:
         return _over_mesh(call, spec, existing, request)
     return executor.run(OP, call._replace(existing_out=existing), spec, request).out
 
 
-def _tuple(specs: Any) -> Any:
-    return tuple(specs) if isinstance(specs, list) else specs
+def _over_mesh(call: Inputs, spec: Spec, existing: jax.Array | None, request: Request) -> jax.Array:
+    """The call split over a mesh, with explicit group numbers so that each shard knows its own.
 
-
-def _over_mesh(call: Inputs, spec: Spec, existing: Any, request: Request) -> jax.Array:
-    """The call split over a mesh, in a form that every part of it can be cut out of.
-
-    Shards of the weights know their groups by number. A sum over shards must not count what they
-    all have, `existing_out`, nor round what each of them has a part of.
+    `existing_out` is added after the sum over shards, which would otherwise count it several times.
+    Partial sums over k stay in float32 until they are added.
     """
     dtype, specs = spec.output_dtype(call), request.in_specs
     if call.groups is None:
@@ -130,8 +125,8 @@ def _over_mesh(call: Inputs, spec: Spec, existing: Any, request: Request) -> jax
     return _filled(out.astype(dtype), call, existing)
 
 
-def _specs_of_ids(specs: Any) -> Any:
-    """The specs for a call by ids, where those of one by sizes were given."""
+def _specs_of_ids(specs: Specs) -> Specs:
+    """The specs of a call with `group_ids`, from those of a call with `group_sizes`."""
     if not isinstance(specs, tuple) or len(specs) < 3:
         return specs
     if any(entry is not None for entry in specs[2] or ()):
@@ -141,18 +136,20 @@ def _specs_of_ids(specs: Any) -> Any:
     return (*specs[:2], PartitionSpec(*tuple(specs[0] or ())[:1]), *specs[3:])
 
 
-def _splits_columns(specs: Any) -> bool:
-    """Whether the sum over k goes over several shards."""
+def _splits_columns(specs: Specs) -> bool:
+    """Whether the sum over k is split over shards."""
     first = specs[0] if isinstance(specs, tuple) and specs else None
     return any(entry is not None for entry in tuple(first or ())[1:])
 
 
-def _filled(out: jax.Array, call: Inputs, existing: Any) -> jax.Array:
-    """The result with the existing rows where no weight gives one."""
+def _filled(out: jax.Array, call: Inputs, existing: jax.Array | None) -> jax.Array:
+    """The result, with the existing rows where a row has no weight."""
     return out if existing is None else jnp.where(has_weight(call)[:, None], out, existing)
 
 
-def _matrices(inputs: Any, weights: Any, transposed: bool) -> tuple[jax.Array, jax.Array]:
+def _matrices(
+    inputs: ArrayLike, weights: ArrayLike, transposed: bool
+) -> tuple[jax.Array, jax.Array]:
     inputs = as_array("grouped_matmul", "inputs", inputs)
     weights = as_array("grouped_matmul", "weights", weights)
     shape = "[groups, n, k]" if transposed else "[groups, k, n]"
@@ -174,7 +171,7 @@ def _matrices(inputs: Any, weights: Any, transposed: bool) -> tuple[jax.Array, j
     return inputs, weights
 
 
-def _ids(ids: Any, sizes: Any, rows: int) -> jax.Array | None:
+def _ids(ids: ArrayLike | None, sizes: ArrayLike | None, rows: int) -> jax.Array | None:
     if (ids is None) == (sizes is None):
         raise ValueError(
             "grouped_matmul: give either group_ids, one for each row, or group_sizes, "
@@ -195,7 +192,9 @@ def _ids(ids: Any, sizes: Any, rows: int) -> jax.Array | None:
     return ids
 
 
-def _sizes(sizes: Any, offset: Any, rows: int, weights: int) -> jax.Array | None:
+def _sizes(
+    sizes: ArrayLike | None, offset: ArrayLike | None, rows: int, weights: int
+) -> jax.Array | None:
     if sizes is None:
         return None
     values, sizes = known_values(sizes), as_array("grouped_matmul", "group_sizes", sizes)
@@ -221,13 +220,13 @@ def _sizes(sizes: Any, offset: Any, rows: int, weights: int) -> jax.Array | None
     return sizes
 
 
-def _known_offset(offset: Any) -> int:
-    """The offset where its value is at hand, else the least that it can be."""
+def _known_offset(offset: ArrayLike | None) -> int:
+    """The offset if its value is known while tracing, else 0, the least that it can be."""
     value = None if offset is None else known_values(offset)
     return 0 if value is None or value.size != 1 else int(value.reshape(()))
 
 
-def _groups(offset: Any, weights: int) -> Any:
+def _groups(offset: ArrayLike | None, weights: int) -> jax.Array | np.ndarray | None:
     """The number of the group of each weight; None where they count from 0."""
     if offset is None:
         return None
@@ -247,7 +246,7 @@ def _groups(offset: Any, weights: int) -> Any:
     return index + offset.astype(jnp.int32)
 
 
-def _dtype(preferred: Any, given: Any) -> str | None:
+def _dtype(preferred: DTypeLike | None, given: np.dtype) -> str | None:
     """The name of another dtype than that of the inputs, else None."""
     if preferred is None:
         return None
@@ -259,7 +258,9 @@ def _dtype(preferred: Any, given: Any) -> str | None:
     return None if dtype == given else str(dtype)
 
 
-def _existing(existing: Any, shape: tuple[int, int], dtype: Any) -> jax.Array | None:
+def _existing(
+    existing: ArrayLike | None, shape: tuple[int, int], dtype: np.dtype
+) -> jax.Array | None:
     if existing is None:
         return None
     existing = as_array("grouped_matmul", "existing_out", existing)

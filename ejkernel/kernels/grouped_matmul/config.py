@@ -2,20 +2,28 @@
 
 import dataclasses
 
+from ejkernel.kernels.common.arguments import check_positive_ints
 from ejkernel.ops.config import Config
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupedMatmulConfig(Config):
-    """Tiles and launch parameters.
+    """Tile sizes and launch parameters.
+
+    Forward, a tile of the output has `block_m` rows and `block_n` columns and is summed over `k` in
+    steps of `block_k`. Backward, GPU kernels use the same sizes for the gradient of the rows, whose
+    columns are those of `k`, and derive the tiles of the weight gradient from them. TPU kernels cut
+    `k` by `block_k` and `n` by `block_n` in both gradients.
 
     Args:
-        block_m: rows of a tile.
-        block_n: columns of a tile of the output.
-        block_k: columns of the inputs that a kernel takes at once.
-        num_warps: warps of a GPU kernel.
-        num_stages: pipeline stages of a GPU kernel.
-        bypass_xla_tiling: leave the layout in memory to the kernel, where one can choose it.
+        block_m: rows of a tile; read on every platform.
+        block_n: columns of a tile; read on GPUs and TPUs.
+        block_k: size of a step of the sum over k; read by Triton and on TPUs. The Hopper kernels
+            always take 64.
+        num_warps: warps of a thread block; read by Triton. The Hopper kernels have one warpgroup
+            that copies and one for each 64 rows of a tile.
+        num_stages: pipeline stages; read on GPUs.
+        bypass_xla_tiling: read by no kernel; kept so that configurations that name it load.
 
     Raises:
         ValueError: a number is not a positive int, or `bypass_xla_tiling` is not a bool.
@@ -33,12 +41,7 @@ class GroupedMatmulConfig(Config):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("block_m", "block_n", "block_k", "num_warps", "num_stages"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(
-                    f"GroupedMatmulConfig: {name} must be a positive int, got {value!r}."
-                )
+        check_positive_ints(self, "block_m", "block_n", "block_k", "num_warps", "num_stages")
         if not isinstance(self.bypass_xla_tiling, bool):
             raise ValueError(
                 "GroupedMatmulConfig: bypass_xla_tiling must be True or False, "

@@ -1,25 +1,39 @@
 """What a call of grouped matmul carries below its API: arrays, static arguments, results.
 
 Letters: `r` rows, `k` columns of the inputs, `n` columns of the output, `e` weights, `g` groups (as
-many as weights, or more where other shards have the rest). Calls that vmap joins share the weights
-and have a leading `b`; what they have in common has none.
+many as weights, or more where other shards have the rest). Under vmap with shared weights the other
+arrays have a batch axis `b`; those that are not mapped have none.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
+
+from ejkernel.kernels.common.sampling import unknown
+
+# Arguments beyond the plain call that every accelerator kernel of this op supports.
+KERNEL_FEATURES = frozenset(
+    {
+        "existing_out",
+        "group_ids",
+        "group_sizes",
+        "groups",
+        "preferred_element_type",
+        "transpose_rhs",
+    }
+)
 
 
 class Inputs(NamedTuple):
     """The arrays of a call; gradients and partition specs come in the same shape.
 
     Attributes:
-        group_ids: the group of each row; it or `group_sizes` is there.
-        group_sizes: how many rows each group has, one group after the other.
+        group_ids: the group of each row; either it or `group_sizes` is given.
+        group_sizes: the number of rows of each group; rows are sorted by group.
         groups: the group that each weight belongs to, consecutive numbers; None: from 0.
         existing_out: the rows of the result whose group has no weight here; None: zeros.
     """
@@ -28,7 +42,7 @@ class Inputs(NamedTuple):
     weights: Float[Array, "e k n"]
     group_ids: Int[Array, "r"] | Int[Array, "b r"] | None = None
     group_sizes: Int[Array, "g"] | Int[Array, "b g"] | None = None
-    groups: Int[Array, "e"] | None = None
+    groups: Int[Array, "e"] | Int[np.ndarray, "e"] | None = None
     existing_out: Float[Array, "r n"] | Float[Array, "b r n"] | None = None
 
 
@@ -51,7 +65,7 @@ class Spec:
     transpose_rhs: bool = False
     preferred_element_type: str | None = None
 
-    def output_dtype(self, inputs: Inputs) -> Any:
+    def output_dtype(self, inputs: Inputs) -> np.dtype:
         return jnp.dtype(self.preferred_element_type or inputs.inputs.dtype)
 
 
@@ -64,6 +78,13 @@ def local_ids(inputs: Inputs) -> Int[Array, "*rows"]:
     first = 0 if inputs.groups is None else jnp.asarray(inputs.groups)[0]
     local = jnp.where(ids < 0, -1, ids - first)
     return jnp.where((local < 0) | (local >= weights), weights, local).astype(jnp.int32)
+
+
+def rows_per_weight(inputs: Inputs) -> float:
+    """How many rows a weight has on average."""
+    shape = inputs.inputs.shape
+    rows = shape[-2] * (shape[0] if len(shape) == 3 else 1)
+    return rows / max(1, inputs.weights.shape[0])
 
 
 def has_weight(inputs: Inputs) -> Bool[Array, "*rows"]:
@@ -82,19 +103,21 @@ def ids_of_sizes(sizes: Int[Array, "*b g"], rows: int) -> Int[Array, "*b r"]:
 
 
 def sample(inputs: Inputs, drawn: Inputs, spec: Spec) -> Inputs:
-    """Data to tune on: where the groups are not known yet, they share the rows evenly."""
+    """Data to tune on: where the groups are traced, the rows are divided among them evenly."""
     rows, weights = inputs.inputs.shape[-2], inputs.weights.shape[0]
     found: dict[str, jax.Array] = {}
-    if _unknown(inputs.groups) is not None:
+    if _shape_if_traced(inputs.groups) is not None:
         found["groups"] = jnp.arange(weights, dtype=jnp.int32)
-    if (shape := _unknown(inputs.group_ids)) is not None:
+    if (shape := _shape_if_traced(inputs.group_ids)) is not None:
         found["group_ids"] = jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32) % weights, shape)
-    if (shape := _unknown(inputs.group_sizes)) is not None:
+    if (shape := _shape_if_traced(inputs.group_sizes)) is not None:
         found["group_sizes"] = jnp.full(shape, rows // shape[-1], jnp.int32)
     known = {name: x.astype(getattr(inputs, name).dtype) for name, x in found.items()}
     return drawn._replace(**known)
 
 
-def _unknown(x: Any) -> tuple[int, ...] | None:
-    """The shape of an array of which nothing else is known."""
-    return x.shape if isinstance(x, Tracer | jax.ShapeDtypeStruct) else None
+def _shape_if_traced(
+    x: jax.Array | np.ndarray | jax.ShapeDtypeStruct | None,
+) -> tuple[int, ...] | None:
+    """The shape of an array whose values are not known while tracing, else None."""
+    return None if x is None or not unknown(x) else x.shape

@@ -1,52 +1,52 @@
-"""Grouped matmul anywhere XLA runs: the rows of a group in tiles, groups without rows skipped.
+"""Grouped matmul on any XLA backend: a loop over the groups that have rows, tile by tile.
 
-The work is that of one matmul with all the rows, whatever the number of groups. Rows stand in the
-order of their groups, sorted where they do not come so. A loop over the groups that have rows takes
-each weight once; its rows go in large tiles as long as they fill one, the rest in smaller ones.
+The work is that of one matmul with all the rows, whatever the number of groups. Rows are sorted by
+group. The loop reads each weight once. The rows of a group are cut into large tiles as long as they
+fill one, and the remainder into smaller tiles.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from ejkernel.kernels.common import carry
 from ejkernel.kernels.common.precision import precision
 from ejkernel.kernels.grouped_matmul.config import GroupedMatmulConfig
-from ejkernel.kernels.grouped_matmul.inputs import Inputs, Outputs, Spec
-from ejkernel.kernels.grouped_matmul.layout import Layout, sorted_backward, sorted_forward
+from ejkernel.kernels.grouped_matmul.inputs import Inputs, Outputs, Spec, rows_per_weight
+from ejkernel.kernels.grouped_matmul.layout import GroupLayout, sorted_backward, sorted_forward
 from ejkernel.ops.implementation import ALL_FEATURES, Implementation, Pass
 from ejkernel.ops.platform import Device
 
 
 def forward(inputs: Inputs, spec: Spec, params: GroupedMatmulConfig) -> tuple[Outputs, tuple[()]]:
-    """The product of each row and its weight; the backward pass needs nothing of it."""
-    return sorted_forward(inputs, spec, functools.partial(_times_weights, block=params.block_m)), ()
+    """Each row times its weight; there are no residuals."""
+    return sorted_forward(inputs, spec, functools.partial(_gmm, block=params.block_m)), ()
 
 
 def backward(
     inputs: Inputs, _: tuple[()], d_outputs: Outputs, spec: Spec, params: GroupedMatmulConfig
 ) -> Inputs:
-    """Gradients: the rows times the transposed weights, and for each weight a sum over its rows."""
+    """The gradients of rows, weights and `existing_out`."""
     return sorted_backward(
         inputs,
         d_outputs,
         spec,
-        functools.partial(_times_weights, block=params.block_m),
-        functools.partial(_rows_times_rows, block=params.block_m),
+        functools.partial(_gmm, block=params.block_m),
+        functools.partial(_tgmm, block=params.block_m),
     )
 
 
-def _times_weights(
+def _gmm(
     rows: Float[Array, "m c"],
     weights: Float[Array, "e _ _"],
     weight_axis: int,
-    layout: Layout,
-    out_dtype: Any,
+    layout: GroupLayout,
+    out_dtype: np.dtype,
     block: int,
 ) -> Float[Array, "m d"]:
     """Each row times its weight, contracted with this axis of it; 0 for rows without a weight."""
@@ -54,11 +54,11 @@ def _times_weights(
     total, columns = rows.shape[0], weights.shape[3 - weight_axis]
     sizes = _tile_sizes(block, total)
 
-    def group(e: Any, out: jax.Array) -> jax.Array:
+    def group(e: jax.Array, out: jax.Array) -> jax.Array:
         weight = lax.dynamic_index_in_dim(weights, e, keepdims=False)
 
-        def tile(start: Any, end: Any, size: int, out: jax.Array) -> jax.Array:
-            at, inside = _window(start, end, size, total)
+        def tile(start: jax.Array, end: jax.Array, size: int, out: jax.Array) -> jax.Array:
+            at, inside = _clamped_slice(start, end, size, total)
             part = lax.dynamic_slice_in_dim(rows, at, size)
             products = _dot(part, weight, (1, weight_axis - 1), dtype)
             before = lax.dynamic_slice_in_dim(out, at, size)
@@ -71,27 +71,27 @@ def _times_weights(
     return _over_groups(layout, group, out).astype(out_dtype)
 
 
-def _rows_times_rows(
+def _tgmm(
     left: Float[Array, "m c"],
     right: Float[Array, "m d"],
-    layout: Layout,
-    out_dtype: Any,
+    layout: GroupLayout,
+    out_dtype: np.dtype,
     block: int,
 ) -> Float[Array, "e c d"]:
     """For each weight the sum over its rows of `left[r] right[r]^T`; 0 for a group of no rows."""
     dtype = jnp.promote_types(jnp.promote_types(left.dtype, right.dtype), jnp.float32)
     total, shape = left.shape[0], (left.shape[1], right.shape[1])
-    # Every tile adds a whole matrix, so that many small ones cost more than a half empty one.
+    # Every tile adds a whole [c, d] matrix: many small tiles cost more than one half empty tile.
     sizes = _tile_sizes(block, total)[:2]
     zeros = carry.zeros(shape, dtype, left, right, layout)
 
-    def group(e: Any, out: jax.Array) -> jax.Array:
-        def tile(start: Any, end: Any, size: int, sum_so_far: jax.Array) -> jax.Array:
-            at, inside = _window(start, end, size, total)
-            one, other = (lax.dynamic_slice_in_dim(x, at, size) for x in (left, right))
-            # Both: what stands outside may be NaN, and 0 times NaN is not 0.
-            one, other = jnp.where(inside, one, 0), jnp.where(inside, other, 0)
-            return sum_so_far + _dot(one, other, (0, 0), dtype)
+    def group(e: jax.Array, out: jax.Array) -> jax.Array:
+        def tile(start: jax.Array, end: jax.Array, size: int, acc: jax.Array) -> jax.Array:
+            at, inside = _clamped_slice(start, end, size, total)
+            a, b = (lax.dynamic_slice_in_dim(x, at, size) for x in (left, right))
+            # Both operands: rows of other groups may hold NaN, and 0 times NaN is not 0.
+            a, b = jnp.where(inside, a, 0), jnp.where(inside, b, 0)
+            return acc + _dot(a, b, (0, 0), dtype)
 
         matrix = _over_tiles(layout.starts[e], layout.ends[e], sizes, tile, zeros)
         return lax.dynamic_update_index_in_dim(out, matrix, e, axis=0)
@@ -103,13 +103,15 @@ def _rows_times_rows(
 def _tile_sizes(block: int, rows: int) -> tuple[int, ...]:
     """Rows of the tiles, largest first: a sixteenth of the largest is the most that one wastes.
 
-    A tile of all rows would be the same in every step, and XLA would compute it for every group.
+    A tile of all rows would be loop-invariant, and XLA would compute it for every group.
     """
     sizes = [max(1, block // part) for part in (1, 4, 16)]
     return tuple(dict.fromkeys(size for size in sizes if size < rows)) or (rows,)
 
 
-def _over_groups(layout: Layout, group: Callable[[Any, Any], Any], state: Any) -> Any:
+def _over_groups(
+    layout: GroupLayout, group: Callable[[jax.Array, jax.Array], jax.Array], state: jax.Array
+) -> jax.Array:
     """`state = group(e, state)` for every weight that has rows."""
     busy = layout.ends > layout.starts
     chosen = jnp.nonzero(busy, size=busy.shape[0], fill_value=0)[0].astype(jnp.int32)
@@ -118,14 +120,20 @@ def _over_groups(layout: Layout, group: Callable[[Any, Any], Any], state: Any) -
 
 
 def _over_tiles(
-    start: Any, end: Any, sizes: tuple[int, ...], tile: Callable[..., Any], state: Any
-) -> Any:
+    start: jax.Array,
+    end: jax.Array,
+    sizes: tuple[int, ...],
+    tile: Callable[[jax.Array, jax.Array, int, jax.Array], jax.Array],
+    state: jax.Array,
+) -> jax.Array:
     """`state = tile(start, end, size, state)` over the rows from start to end, largest first."""
     for size in sizes:
         left = end - start
         count = -(-left // size) if size == sizes[-1] else left // size
 
-        def step(i: Any, state: Any, start: Any = start, size: int = size) -> Any:
+        def step(
+            i: jax.Array, state: jax.Array, start: jax.Array = start, size: int = size
+        ) -> jax.Array:
             return tile(start + i * size, end, size, state)
 
         state = lax.fori_loop(jnp.int32(0), count, step, state)
@@ -133,14 +141,19 @@ def _over_tiles(
     return state
 
 
-def _window(start: Any, end: Any, size: int, total: int) -> tuple[Any, Bool[Array, "s 1"]]:
-    """Where to cut `size` rows that hold those from start, and which of them lie before end."""
+def _clamped_slice(
+    start: jax.Array, end: jax.Array, size: int, total: int
+) -> tuple[jax.Array, Bool[Array, "s 1"]]:
+    """Where a slice of `size` rows from `start` begins, moved back so that it stays inside.
+
+    The second result says which of its rows are in [start, end).
+    """
     at = jnp.minimum(start, total - size)
     index = at + lax.iota(jnp.int32, size)
     return at, ((index >= start) & (index < end))[:, None]
 
 
-def _dot(left: jax.Array, right: jax.Array, axes: tuple[int, int], dtype: Any) -> jax.Array:
+def _dot(left: jax.Array, right: jax.Array, axes: tuple[int, int], dtype: np.dtype) -> jax.Array:
     """Contract one axis of each, accumulated in `dtype`, exact unless the user asked for less."""
     if left.dtype != right.dtype:
         left, right = left.astype(dtype), right.astype(dtype)
@@ -150,8 +163,7 @@ def _dot(left: jax.Array, right: jax.Array, axes: tuple[int, int], dtype: Any) -
 
 def _heuristic(inputs: Inputs, spec: Spec, device: Device) -> GroupedMatmulConfig:
     """Larger tiles for more rows in a group."""
-    matrix = inputs.inputs.shape
-    rows = matrix[-2] * (matrix[0] if len(matrix) == 3 else 1) / max(1, inputs.weights.shape[0])
+    rows = rows_per_weight(inputs)
     block = next((size for most, size in ((2, 16), (32, 64), (512, 128)) if rows <= most), 256)
     return GroupedMatmulConfig(block_m=block, platform="xla")
 
@@ -160,9 +172,7 @@ def _candidates(inputs: Inputs, spec: Spec, device: Device) -> list[GroupedMatmu
     return [GroupedMatmulConfig(block_m=size, platform="xla") for size in (16, 64, 128, 256)]
 
 
+_OPTIONS = {"features": ALL_FEATURES, "heuristic": _heuristic, "candidates": _candidates}
 IMPLEMENTATION = Implementation(
-    forward=Pass(run=forward, features=ALL_FEATURES, heuristic=_heuristic, candidates=_candidates),
-    backward=Pass(
-        run=backward, features=ALL_FEATURES, heuristic=_heuristic, candidates=_candidates
-    ),
+    forward=Pass(run=forward, **_OPTIONS), backward=Pass(run=backward, **_OPTIONS)
 )

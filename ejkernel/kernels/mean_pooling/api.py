@@ -1,14 +1,13 @@
 """The call: what it takes, what it means, how it becomes `Inputs` and `Spec`."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import ArrayLike
 
-from ejkernel.kernels.common.arguments import as_array, cumulative_lengths
+from ejkernel.kernels.common.arguments import Specs, as_array, as_specs, cumulative_lengths
 from ejkernel.kernels.mean_pooling import OP
 from ejkernel.kernels.mean_pooling.config import MeanPoolingConfig
 from ejkernel.kernels.mean_pooling.inputs import Inputs, Spec
@@ -32,16 +31,16 @@ def mean_pooling(
 
         output[b] = sum over valid t of x[b, t] / number of valid t
 
-    A sequence of no valid token gives 0. What stands in the other tokens, be it NaN, counts for
-    nothing. Sums are accumulated in float32 or wider.
+    A sequence of no valid token gives 0. Invalid tokens are ignored, even if they are NaN. Sums are
+    accumulated in float32 or wider.
 
     Args:
-        x: `[batch, length, hidden]`, a sequence in every row; with `cu_seqlens` sequences laid end
-            to end, `[tokens, hidden]` or `[1, tokens, hidden]`.
+        x: `[batch, length, hidden]`, a sequence in every row; with `cu_seqlens` packed sequences,
+            `[tokens, hidden]` or `[1, tokens, hidden]`.
         attention_mask: `[batch, length]`, True or nonzero where a token is valid; by default all
-            are. It weighs nothing and has no gradient.
-        cu_seqlens: `[0, l1, l1 + l2, ...]`: the packed sequences. Tokens past the last count for
-            nothing.
+            are. It is not a weight and has no gradient.
+        cu_seqlens: `[0, l1, l1 + l2, ...]`: where the packed sequences begin and end. Tokens past
+            the last sequence are ignored.
         platform: "xla", "pallas", "triton", "cuda", or None for the best that supports the call.
         cfg: blocks and launch parameters; by default chosen for the call.
         mesh: run under `shard_map` over this mesh; batch and hidden may be split.
@@ -66,10 +65,10 @@ def mean_pooling(
     x = as_array("mean_pooling", "x", x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"mean_pooling: x must be floating point, got {x.dtype}.")
-    request = Request(platform, cfg, mesh, _tuple(in_specs), _tuple(out_specs))
+    request = Request(platform, cfg, mesh, as_specs(in_specs), as_specs(out_specs))
     if cu_seqlens is None:
         inputs = _padded(x, attention_mask)
-        request = dataclasses.replace(request, out_specs=_of_one_sequence(request.out_specs))
+        request = dataclasses.replace(request, out_specs=_with_sequence_axis(request.out_specs))
     else:
         inputs, specs = _packed(x, attention_mask, cu_seqlens, request.in_specs)
         request = dataclasses.replace(request, in_specs=specs)
@@ -80,18 +79,18 @@ def mean_pooling(
     return out[:, 0] if cu_seqlens is None else out
 
 
-def _tuple(specs: Any) -> Any:
-    return tuple(specs) if isinstance(specs, list) else specs
-
-
-def _of_one_sequence(specs: Any) -> Any:
-    """The specs of a result with the axis that numbers the sequences of a row."""
+def _with_sequence_axis(specs: Specs) -> Specs:
+    """The specs of a result that has an axis for the sequences of a row, here of size 1."""
     if isinstance(specs, PartitionSpec):
-        return PartitionSpec(*tuple(specs)[:1], None, *tuple(specs)[1:])
-    return tuple(map(_of_one_sequence, specs)) if isinstance(specs, tuple) else specs
+        return _with_axis(specs)
+    return tuple(map(_with_axis, specs)) if isinstance(specs, tuple) else specs
 
 
-def _padded(x: jax.Array, mask: Any) -> Inputs:
+def _with_axis(spec: PartitionSpec | None) -> PartitionSpec | None:
+    return spec and PartitionSpec(*tuple(spec)[:1], None, *tuple(spec)[1:])
+
+
+def _padded(x: jax.Array, mask: ArrayLike | None) -> Inputs:
     """A sequence in every row."""
     if x.ndim != 3:
         raise ValueError(
@@ -110,8 +109,10 @@ def _padded(x: jax.Array, mask: Any) -> Inputs:
     return Inputs(x, mask if mask.dtype == jnp.bool_ else mask != 0)
 
 
-def _packed(x: jax.Array, mask: Any, cu_seqlens: Any, specs: Any) -> tuple[Inputs, Any]:
-    """Sequences laid end to end, without a batch axis; the specs to match."""
+def _packed(
+    x: jax.Array, mask: ArrayLike | None, cu_seqlens: ArrayLike, specs: Specs
+) -> tuple[Inputs, Specs]:
+    """Packed sequences without a batch axis, and the specs to match."""
     if mask is not None:
         raise ValueError(
             "mean_pooling: give attention_mask for padded rows or cu_seqlens for packed tokens, "

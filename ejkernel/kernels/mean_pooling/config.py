@@ -2,18 +2,19 @@
 
 import dataclasses
 
+from ejkernel.kernels.common.arguments import check_positive_ints
 from ejkernel.ops.config import Config
 
 
 @dataclasses.dataclass(frozen=True)
 class MeanPoolingConfig(Config):
-    """Blocks and launch parameters.
+    """Block sizes and launch parameters.
 
     Args:
-        block_size: tokens that are added up at once.
-        num_warps: warps of a GPU kernel.
-        num_stages: pipeline stages of a GPU kernel.
-        block_dim: columns that a kernel takes at once.
+        block_size: tokens that are summed at once; read by XLA, the only platform there is.
+        num_warps: read by no kernel; kept so that configurations that name it load.
+        num_stages: the same.
+        block_dim: the same.
 
     Raises:
         ValueError: a field is not a positive int.
@@ -29,9 +30,4 @@ class MeanPoolingConfig(Config):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("block_size", "num_warps", "num_stages", "block_dim"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(
-                    f"MeanPoolingConfig: {name} must be a positive int, got {value!r}."
-                )
+        check_positive_ints(self, "block_size", "num_warps", "num_stages", "block_dim")

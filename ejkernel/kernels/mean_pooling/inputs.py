@@ -5,12 +5,12 @@ sequence each; packed rows have no `b`, unless vmap joins several.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
+
+from ejkernel.kernels.common.sampling import unknown
 
 
 class Inputs(NamedTuple):
@@ -39,9 +39,9 @@ class Spec:
 
 
 def sample(inputs: Inputs, drawn: Inputs, spec: Spec) -> Inputs:
-    """Data to tune on: where the sequences are not known yet, they are of one length."""
-    cu_seqlens: Any = inputs.cu_seqlens
-    if not isinstance(cu_seqlens, Tracer | jax.ShapeDtypeStruct):
+    """Data to tune on: where `cu_seqlens` is traced, the sequences have equal lengths."""
+    cu_seqlens = inputs.cu_seqlens
+    if cu_seqlens is None or not unknown(cu_seqlens):
         return drawn
     ends = jnp.linspace(0, inputs.x.shape[-2], cu_seqlens.shape[-1]).astype(cu_seqlens.dtype)
     return drawn._replace(cu_seqlens=jnp.broadcast_to(ends, cu_seqlens.shape))

@@ -1,12 +1,11 @@
-"""Mean pooling anywhere XLA runs: one pass over the tokens, the sums of blocks added up.
+"""Mean pooling on any XLA backend: one pass over the tokens, block by block.
 
-Adding block by block keeps the error of a long sum small.
+The sums of blocks are added up, which keeps the rounding error of a long sum small.
 """
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
@@ -18,7 +17,7 @@ from ejkernel.ops.platform import Device
 
 
 def forward(inputs: Inputs, spec: Spec, params: MeanPoolingConfig) -> tuple[Outputs, tuple[()]]:
-    """The means; the backward pass needs nothing of them."""
+    """The means; there are no residuals."""
     if inputs.cu_seqlens is None:
         sums = _sum_valid(inputs.x, inputs.attention_mask, params.block_size)[:, None]
     else:
@@ -29,20 +28,20 @@ def forward(inputs: Inputs, spec: Spec, params: MeanPoolingConfig) -> tuple[Outp
 def backward(
     inputs: Inputs, _: tuple[()], d_outputs: Outputs, spec: Spec, params: MeanPoolingConfig
 ) -> Inputs:
-    """The gradient of each mean, divided among the tokens that count for it."""
+    """The gradient of each mean, divided by the number of its tokens, for each of them."""
     x = inputs.x
-    share = d_outputs.out.astype(_wide(x)) / _counts(inputs)[..., None]
-    share = share.astype(x.dtype)
+    d_token = d_outputs.out.astype(_wide(x)) / _counts(inputs)[..., None]
+    d_token = d_token.astype(x.dtype)
     if inputs.cu_seqlens is not None:
-        d_x = _given_to_tokens(share, _places(inputs.cu_seqlens, x.shape[-2]))
+        d_x = _gather_sequences(d_token, _sequence_ids(inputs.cu_seqlens, x.shape[-2]))
     elif inputs.attention_mask is not None:
-        d_x = jnp.where(inputs.attention_mask[..., None], share, 0)
+        d_x = jnp.where(inputs.attention_mask[..., None], d_token, 0)
     else:
-        d_x = jnp.broadcast_to(share, x.shape)
+        d_x = jnp.broadcast_to(d_token, x.shape)
     return Inputs(d_x)
 
 
-def _wide(x: jax.Array) -> Any:
+def _wide(x: jax.Array) -> np.dtype:
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
@@ -61,11 +60,11 @@ def _counts(inputs: Inputs) -> Float[Array, "*b q"]:
 def _sum_valid(
     x: Float[Array, "b s d"], mask: Bool[Array, "b s"] | None, block: int
 ) -> Float[Array, "b d"]:
-    """The sum of the tokens that count, block by block: no masked copy of all of `x`."""
+    """The sum of the valid tokens, block by block: no masked copy of all of `x`."""
     tokens = x.shape[1]
     size = min(block, tokens)
 
-    def step(i: Any, total: jax.Array) -> jax.Array:
+    def step(i: jax.Array, total: jax.Array) -> jax.Array:
         start = i * size
         at = jnp.minimum(start, tokens - size)
         valid = (at + lax.iota(jnp.int32, size) >= start)[None]
@@ -78,8 +77,8 @@ def _sum_valid(
     return lax.fori_loop(0, -(-tokens // size), step, total)
 
 
-def _places(cu_seqlens: Int[Array, "*b c"], tokens: int) -> Int[Array, "*b s"]:
-    """0 for a token before the first sequence, then 1 for the first sequence, and so on."""
+def _sequence_ids(cu_seqlens: Int[Array, "*b c"], tokens: int) -> Int[Array, "*b s"]:
+    """The sequence of each token, from 1 on; 0 before the first sequence."""
     index = lax.iota(cu_seqlens.dtype, tokens)
     find = jnp.vectorize(
         lambda ends: jnp.searchsorted(ends, index, side="right"), signature="(c)->(s)"
@@ -90,14 +89,14 @@ def _places(cu_seqlens: Int[Array, "*b c"], tokens: int) -> Int[Array, "*b s"]:
 def _sum_sequences(
     x: Float[Array, "*b s d"], cu_seqlens: Int[Array, "*a c"], block: int
 ) -> Float[Array, "*lead q d"]:
-    """The sums of packed sequences: of the parts of each that lie in one block, then of those."""
+    """The sums of packed sequences: first within each block, then over the blocks."""
     lead = jnp.broadcast_shapes(x.shape[:-2], cu_seqlens.shape[:-1])
     tokens, columns = x.shape[-2:]
-    places = jnp.broadcast_to(_places(cu_seqlens, tokens), (*lead, tokens)).reshape(-1, tokens)
+    ids = jnp.broadcast_to(_sequence_ids(cu_seqlens, tokens), (*lead, tokens)).reshape(-1, tokens)
     each = cu_seqlens.shape[-1] + 1
-    rows = places.shape[0]
-    sequence = (places + each * lax.iota(jnp.int32, rows)[:, None]).reshape(-1)
-    # Sequence and block never go back, so their sum tells apart every pair of them that occurs.
+    rows = ids.shape[0]
+    sequence = (ids + each * lax.iota(jnp.int32, rows)[:, None]).reshape(-1)
+    # Sequence and block never decrease, so each pair of them that occurs has a sum of its own.
     pair = sequence + lax.iota(jnp.int32, rows * tokens) // block
     pairs = rows * each + rows * tokens // block
     flat = jnp.broadcast_to(x, (*lead, tokens, columns)).reshape(-1, columns)
@@ -107,16 +106,16 @@ def _sum_sequences(
     return sums.reshape(*lead, each, columns)[..., 1:-1, :]
 
 
-def _given_to_tokens(
-    share: Float[Array, "*b q d"], places: Int[Array, "*a s"]
+def _gather_sequences(
+    values: Float[Array, "*b q d"], sequence_ids: Int[Array, "*a s"]
 ) -> Float[Array, "*lead s d"]:
-    """For each token the row of its sequence; tokens of none look at zeros on either side."""
-    table = jnp.pad(share, ((0, 0),) * (share.ndim - 2) + ((1, 1), (0, 0)))
-    look_up = jnp.vectorize(
-        lambda table, places: table.at[places].get(mode="promise_in_bounds"),
+    """For each token the row of its sequence; 0 for tokens outside of all sequences."""
+    padded = jnp.pad(values, ((0, 0),) * (values.ndim - 2) + ((1, 1), (0, 0)))
+    gather = jnp.vectorize(
+        lambda padded, ids: padded.at[ids].get(mode="promise_in_bounds"),
         signature="(q,d),(s)->(s,d)",
     )
-    return look_up(table, places)
+    return gather(padded, sequence_ids)
 
 
 def _heuristic(inputs: Inputs, spec: Spec, device: Device) -> MeanPoolingConfig:

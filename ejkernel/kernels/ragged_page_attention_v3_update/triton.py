@@ -20,10 +20,10 @@ from ejkernel.ops.implementation import Implementation, Pass
 from ejkernel.ops.platform import Device
 
 
-def forward(inputs: Inputs, spec: Spec, params: Any) -> tuple[Outputs, Residuals]:
+def forward(inputs: Inputs, spec: Spec, params: Any, device: Device) -> tuple[Outputs, Residuals]:
     """Outputs, and the residuals among them."""
-    pages = written(inputs, spec)
-    results, _ = attention.run_forward(reading_inputs(inputs, spec, *pages), spec, params)
+    pages = written(inputs, spec, device)
+    results, _ = attention.run_forward(reading_inputs(inputs, spec, *pages), spec, params, device)
     _, outputs = LAYOUTS[spec.kv_layout]
     return outputs(*results, *pages), Residuals(*results)
 

@@ -11,10 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels.common.paged import cache_axes, stored
-from ejkernel.kernels.common.triton.bridge import Launch, kernel, launch
+from ejkernel.kernels.common.triton.bridge import LaunchConfig, launch, triton_jit
+from ejkernel.kernels.common.triton.device_types import StaticArguments
 from ejkernel.kernels.ragged_page_attention_v3.triton.configs import padded
 from ejkernel.kernels.ragged_page_attention_v3.triton.operands import LARGE, lengths, strides
 from ejkernel.kernels.ragged_page_attention_v3_update.inputs import Inputs, Spec
+from ejkernel.ops.platform import Device
 
 tl: Any = None
 
@@ -22,7 +24,7 @@ _HEADS = 16  # of one program, at most
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Mode:
+class Mode(StaticArguments):
     """All that is static of a launch."""
 
     tokens: int  # of a row of the batch
@@ -48,7 +50,7 @@ class Mode:
     v_head: int
 
 
-def written(inputs: Inputs, spec: Spec) -> tuple[jax.Array, jax.Array]:
+def written(inputs: Inputs, spec: Spec, device: Device) -> tuple[jax.Array, jax.Array]:
     """The cache with the new tokens where they belong."""
     caches = inputs.key_pages, inputs.value_pages
     scales = inputs.k_scale, inputs.v_scale
@@ -69,7 +71,8 @@ def written(inputs: Inputs, spec: Spec) -> tuple[jax.Array, jax.Array]:
         [*new, lengths(inputs), table, *caches],
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in caches],
         mode,
-        Launch(inputs.query.shape[0] * mode.tokens * mode.chunks, 4, 1),
+        LaunchConfig(inputs.query.shape[0] * mode.tokens * mode.chunks, 4, 1),
+        device,
         aliases={4: 0, 5: 1},
     )
     if bits:
@@ -108,56 +111,57 @@ def _mode(inputs: Inputs, spec: Spec) -> Mode:
     )
 
 
-@kernel
+@triton_jit
 def write(
     new_keys, new_values, info, table, some_keys, some_values,
     keys, values,
-    mode: tl.constexpr,
+    static: tl.constexpr,
 ):  # fmt: skip
     """Some heads of one token, if it has a place."""
-    number = tl.program_id(0) // mode.chunks
-    batch = number // mode.tokens
-    row = number - batch * mode.tokens
+    number = tl.program_id(0) // static.chunks
+    batch = number // static.tokens
+    row = number - batch * static.tokens
     # The first sequence that ends behind the token; empty ones end where they begin.
-    sequence = batch * mode.per_batch
-    for chunk in range(0, mode.per_batch, mode.search):
-        index = chunk + tl.arange(0, mode.search)
-        there = index < mode.per_batch
-        at = info + batch * mode.per_batch + index
+    sequence = batch * static.per_batch
+    for chunk in range(0, static.per_batch, static.search):
+        index = chunk + tl.arange(0, static.search)
+        there = index < static.per_batch
+        at = info + batch * static.per_batch + index
         start = tl.load(at, mask=there, other=2147483647)
-        length = tl.load(at + mode.sequences, mask=there, other=0)
+        length = tl.load(at + static.sequences, mask=there, other=0)
         sequence += tl.sum((start + length <= row).to(tl.int32), 0)
-    sequence = tl.minimum(sequence, (batch + 1) * mode.per_batch - 1)
+    sequence = tl.minimum(sequence, (batch + 1) * static.per_batch - 1)
     start = tl.load(info + sequence)
-    length = tl.load(info + mode.sequences + sequence)
-    position = tl.load(info + 2 * mode.sequences + sequence) - length + row - start
+    length = tl.load(info + static.sequences + sequence)
+    position = tl.load(info + 2 * static.sequences + sequence) - length + row - start
     there = (row >= start) & (row < start + length)
-    there = there & (position >= 0) & (position < mode.table_width * mode.page_size)
+    there = there & (position >= 0) & (position < static.table_width * static.page_size)
     page = tl.load(
-        table + sequence * mode.table_width + position // mode.page_size, mask=there, other=-1
+        table + sequence * static.table_width + position // static.page_size, mask=there, other=-1
     )
-    if (page >= 0) & (page < mode.pages):
-        if mode.far:
+    if (page >= 0) & (page < static.pages):
+        if static.far:
             page = tl.cast(page, tl.int64)
-        slot = position % mode.page_size
-        head = tl.program_id(0) % mode.chunks * mode.heads + tl.arange(0, mode.heads)
-        token = tl.cast(number, tl.int64) * mode.kv_heads
+        slot = position % static.page_size
+        head = tl.program_id(0) % static.chunks * static.heads + tl.arange(0, static.heads)
+        token = tl.cast(number, tl.int64) * static.kv_heads
         _move(
-            new_keys + token * mode.head_dim, keys + page * mode.k_page + slot * mode.k_slot, head,
-            mode.k_head, mode.head_dim, mode.head_width, mode,
+            new_keys + token * static.head_dim, keys + page * static.k_page + slot * static.k_slot,
+            head, static.k_head, static.head_dim, static.head_width, static,
         )  # fmt: skip
         _move(
-            new_values + token * mode.value_dim, values + page * mode.v_page + slot * mode.v_slot,
-            head, mode.v_head, mode.value_dim, mode.value_width, mode,
+            new_values + token * static.value_dim,
+            values + page * static.v_page + slot * static.v_slot, head, static.v_head,
+            static.value_dim, static.value_width, static,
         )  # fmt: skip
 
 
-@kernel
+@triton_jit
 def _move(
     source, target, head, stride: tl.constexpr, dim: tl.constexpr, width: tl.constexpr,
-    mode: tl.constexpr,
+    static: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, width)[None, :]
-    mask = (head < mode.kv_heads)[:, None] & (column < dim)
+    mask = (head < static.kv_heads)[:, None] & (column < dim)
     x = tl.load(source + head[:, None] * dim + column, mask=mask)
     tl.store(target + head[:, None] * stride + column, x, mask=mask)

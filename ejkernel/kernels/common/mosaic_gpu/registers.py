@@ -1,83 +1,60 @@
-"""What Pallas for NVIDIA GPUs cannot say: what each thread does with its own part of a tile.
+"""Tiles in the registers of a warpgroup, in the layout of WGMMA accumulators."""
 
-A tile as the tensor cores leave it has registers of shape [1, columns / 8, 1, 1, 2, 1, ...]: pairs
-of neighbouring columns, eight apart, of two rows of each thread.
-"""
-
-import functools
-import importlib
-import math
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from ejkernel.kernels.common.mosaic_gpu.versions import plgpu
 
 
-def shown(x: Any, first: Any, last: Any) -> Any:
-    """`x` between the columns `first` and `last` of each row, else -inf, in registers."""
-    ir: Any = importlib.import_module("jax._src.lib.mlir").ir
-    dialects: Any = importlib.import_module("jax._src.lib.mlir.dialects")
-    arith, vector = dialects.arith, dialects.vector
-    i32, i64, f32 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64), ir.F32Type
-    number = lambda value: arith.constant(i32, value)
-    thread = arith.index_cast(i32, dialects.gpu.thread_id(dialects.gpu.Dimension.x))
-    # A thread's columns come in pairs, 8 apart; its first one follows from its place among four.
-    start = arith.shli(arith.andi(thread, number(3)), number(1))
-
-    def bits_before(column: Any) -> Any:
-        """A bit for each of this thread's columns, in their order: 1 if before this one."""
-        column = arith.subi(column, start)
-        pairs = arith.shli(arith.shrsi(column, number(3)), number(1))
-        count = arith.addi(pairs, arith.minsi(arith.andi(column, number(7)), number(2)))
-        count = arith.maxsi(arith.minsi(count, number(32)), number(0))
-        power = arith.shli(arith.constant(i64, 1), arith.extui(i64, count))
-        return arith.subi(arith.trunci(i32, power), number(1))
-
-    halves = x.registers.shape[4]  # rows of a thread
-    ends = [None if end is None else end.registers.reshape(-1) for end in (first, last)]
-    own = lambda register: vector.extract(register, [], [0])
-    hidden = arith.constant(f32.get(), -math.inf)
-    after = np.empty_like(x.registers)
-    for half in range(halves):
-        bits = number(-1)
-        if ends[1] is not None:
-            bits = bits_before(arith.addi(own(ends[1][half]), number(1)))
-        if ends[0] is not None:
-            early = arith.xori(bits_before(own(ends[0][half])), number(-1))
-            bits = arith.andi(bits, early)
-        for place in np.ndindex(x.registers.shape):
-            if place[4] != half:
-                continue
-            register, shown = x.registers[place], []
-            for i in range(2):
-                bit = 1 << 2 * place[1] + i
-                bit = arith.andi(bits, number(bit - 2**32 if bit == 2**31 else bit))
-                seen = arith.cmpi(arith.CmpIPredicate.ne, bit, number(0))
-                shown.append(arith.select(seen, vector.extract(register, [], [i]), hidden))
-            after[place] = vector.from_elements(register.type, shown)
-    return type(x)(_registers=after, _layout=x.layout, _is_signed=x.is_signed)
+def row_layout() -> Any:
+    """The layout of one number for each row of a tile."""
+    return plgpu.Layout.WGMMA.reduce(1)
 
 
-def multiplied_where(x: Any, repeated: Any, factors: Any) -> Any:
-    """`x * repeated` in threads that have a factor other than 1, as they lie in registers."""
-    ir: Any = importlib.import_module("jax._src.lib.mlir").ir
-    dialects: Any = importlib.import_module("jax._src.lib.mlir.dialects")
-    arith, scf, vector = dialects.arith, dialects.scf, dialects.vector
+def column_layout() -> Any:
+    """The layout of one number for each column of a tile."""
+    return plgpu.Layout.WGMMA.reduce(0)
 
-    def numbers(register: Any) -> list[Any]:
-        if not isinstance(register.type, ir.VectorType):
-            return [register]
-        size = ir.VectorType(register.type).shape[0]
-        return [vector.extract(register, [], [i]) for i in range(size)]
 
-    one = arith.constant(ir.F32Type.get(), 1.0)
-    own = [number for register in factors.registers.flat for number in numbers(register)]
-    differs = [arith.cmpf(arith.CmpFPredicate.UNE, number, one) for number in own]
-    some = functools.reduce(arith.ori, differs)
-    before = list(x.registers.flat)
-    branch = scf.IfOp(some, [register.type for register in before], has_else=True)
-    with ir.InsertionPoint(branch.then_block):
-        scf.yield_(list((x * repeated).registers.flat))
-    with ir.InsertionPoint(branch.else_block):
-        scf.yield_(before)
-    after = np.asarray(list(branch.results), dtype=object).reshape(x.registers.shape)
-    return type(x)(_registers=after, _layout=x.layout, _is_signed=x.is_signed)
+def full(shape: tuple[int, ...], value: float, dtype: DTypeLike = jnp.float32) -> jax.Array:
+    """A constant tile [rows, columns], or a constant for each row [rows]."""
+    layout = plgpu.Layout.WGMMA if len(shape) == 2 else row_layout()
+    return plgpu.layout_cast(jnp.full(shape, value, dtype), layout)
+
+
+def broadcast_rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """`x[:, None]`, one number for each row, broadcast to all columns."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, (0,)), plgpu.Layout.WGMMA)
+
+
+def broadcast_columns(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """`x[None, :]`, one number for each column, broadcast to all rows."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, (1,)), plgpu.Layout.WGMMA)
+
+
+def column_index(shape: tuple[int, ...]) -> jax.Array:
+    """The index of each element's column."""
+    return plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+
+
+def row_index(rows: int) -> jax.Array:
+    """The index of each row, [rows]."""
+    return plgpu.layout_cast(lax.iota(jnp.int32, rows), row_layout())
+
+
+def reduce_rows(
+    x: jax.Array,
+    combine: Callable[[jax.Array, jax.Array], jax.Array],
+    reduce: Callable[..., jax.Array],
+) -> jax.Array:
+    """Each row's sum or maximum: halves first, so that no long chain of instructions builds up."""
+    width = x.shape[1]
+    while width % 16 == 0:
+        width //= 2
+        x = combine(x[:, :width], x[:, width:])
+    return reduce(x, axis=1)

@@ -1,11 +1,13 @@
-"""The one place that knows jax-triton: launch a Triton kernel, interpret it, compile it ahead.
+"""The only module that uses jax-triton: launches Triton kernels, interprets them, compiles them.
 
-A file of kernels never imports Triton. It declares its functions with `@kernel` and a global
-`tl: Any = None`; the first use of any of them loads Triton, puts its language there and Triton's
-form of every function in the place of its Python form. So such a file can be imported anywhere, and
-whether Triton interprets is settled before Triton is loaded, which is when it wants to know.
+A file of kernels never imports Triton. It declares its device functions with `@triton_jit` and a
+global `tl: Any = None`. The first launch imports Triton, assigns `triton.language` to `tl` and
+replaces every declared function by its `triton.JITFunction`. So such a file can be imported on a
+machine without Triton, and `TRITON_INTERPRET` is set before Triton is imported, which is when
+Triton reads it.
 
-A kernel takes pointers to inputs, pointers to outputs, and one static value named `mode`.
+A kernel takes pointers to its inputs, pointers to its outputs, and one compile-time constant named
+`static`, a `StaticArguments`. Parameters are annotated with the types of `device_types`.
 """
 
 import contextlib
@@ -17,66 +19,68 @@ import inspect
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from ejkernel import settings
+from ejkernel.kernels.common.triton.device_types import StaticArguments
 from ejkernel.ops.meshes import varying_axes
-from ejkernel.ops.platform import Device, device_of
+from ejkernel.ops.platform import Device
 
-_OLDEST = (8, 0)  # compute capability
+_MIN_COMPUTE_CAPABILITY = (8, 0)
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _EIGHT_BITS = {"int8": "i8", "float8_e4m3fn": "fp8e4nv", "float8_e5m2": "fp8e5"}
-_NAMES = {**_DTYPES, **_EIGHT_BITS, "int32": "i32"}
-# Multiprocessors of a device that is known by its kind alone.
-_MULTIPROCESSORS = {(8, 0): 108, (9, 0): 132, (10, 0): 148, (10, 3): 148}
-_FUNCTIONS: list[Callable] = []  # as written
-_LOADED: dict[Callable, Any] = {}  # as written -> as Triton knows it
-_INTERPRETER = threading.Lock()
-_COLLECTED: contextvars.ContextVar = contextvars.ContextVar("collected", default=None)
+_TRITON_DTYPES = {**_DTYPES, **_EIGHT_BITS, "int32": "i32"}
+_INTERPRETED_MULTIPROCESSORS = 3  # few: the interpreter runs one program after the other
+_UNKNOWN_GPU_MULTIPROCESSORS = 84
+_DECLARED: list[Callable] = []  # Python functions
+_JIT_FUNCTIONS: dict[Callable, Any] = {}  # Python function -> triton.JITFunction
+_INTERPRETER_LOCK = threading.Lock()
+_RECORDING: contextvars.ContextVar = contextvars.ContextVar("recorded_launches", default=None)
 
 
-class Launch(NamedTuple):
-    """How often and how wide a kernel runs."""
+class LaunchConfig(NamedTuple):
+    """Grid size and compiler options of a launch."""
 
     programs: int
     num_warps: int
     num_stages: int
 
 
-class Call(NamedTuple):
-    """A launch that was asked for, with shapes in the place of arrays."""
+class RecordedLaunch(NamedTuple):
+    """The arguments of a launch that was recorded and not made; arrays as shapes."""
 
     function: Callable
     arrays: list[jax.ShapeDtypeStruct]
     outputs: list[jax.ShapeDtypeStruct]
-    mode: Any
-    how: Launch
+    static: StaticArguments
+    config: LaunchConfig
 
 
-class Compiled(NamedTuple):
-    """What is known of a kernel compiled ahead of time; sizes in bytes, for one thread or block."""
+class CompiledKernel(NamedTuple):
+    """Resources of a kernel that was compiled ahead of time."""
 
-    registers: int
-    local: int
-    shared: int
-    tensor: int  # columns of tensor memory, on Blackwell
+    registers: int  # of a thread
+    local_memory: int  # bytes of a thread: register spills
+    shared_memory: int  # bytes of a block
+    tensor_memory: int  # columns, on Blackwell
     ptx: str
 
 
-def kernel(function: Callable) -> Callable:
-    """Declare a function as written in Triton; called by a kernel, or launched by this module."""
-    # Annotations of such a function are for Triton; a checker around it would hide its globals.
+def triton_jit(function: Callable) -> Callable:
+    """Declare a Triton device function: a kernel, or a function that kernels call."""
+    # A run-time type checker around the function would hide its globals from Triton.
     function = inspect.unwrap(function)
-    _FUNCTIONS.append(function)
+    _DECLARED.append(function)
     return function
 
 
-def why_not(device: Device, *dtypes: Any) -> str | None:
+def why_not(device: Device, *dtypes: DTypeLike) -> str | None:
     """Why this device cannot run Triton kernels on arrays of these dtypes; None when it can."""
     names = {np.dtype(dtype).name for dtype in dtypes}
     if unknown := sorted(names - set(_DTYPES)):
@@ -88,7 +92,7 @@ def why_not(device: Device, *dtypes: Any) -> str | None:
             return f"needs {package.replace('_', '-')}, which is not installed"
     if device.compute_capability is None:
         return f"needs an NVIDIA GPU and the device is {device.kind!r}"
-    if device.compute_capability < _OLDEST:
+    if device.compute_capability < _MIN_COMPUTE_CAPABILITY:
         have = ".".join(map(str, device.compute_capability))
         return f"needs compute capability 8.0 or higher and the device has {have}"
     return None
@@ -104,33 +108,34 @@ def _why_not_interpreted(dtypes: set[str]) -> str | None:
     return None
 
 
-def multiprocessors(device: Device) -> int:
-    """How many multiprocessors a device has; few in the interpreter, which has one program run."""
+def grid_multiprocessors(device: Device) -> int:
+    """The number of multiprocessors that a persistent grid is sized for."""
     if settings.interpret():
-        return 3
-    for here in jax.local_devices():
-        if here.device_kind == device.kind and (count := getattr(here, "core_count", None)):
-            return int(count)
-    return _MULTIPROCESSORS.get(device.compute_capability or (9, 0), 84)
+        return _INTERPRETED_MULTIPROCESSORS
+    return device.multiprocessors or _UNKNOWN_GPU_MULTIPROCESSORS
+
+
+def padded_size(size: int) -> int:
+    """The smallest axis of a tile that holds `size`: a power of two, 16 for `tl.dot` at least."""
+    return max(16, 1 << (size - 1).bit_length())
 
 
 def launch(
     function: Callable,
     arrays: Sequence[jax.Array],
     outputs: Sequence[jax.ShapeDtypeStruct],
-    mode: Any,
-    how: Launch,
-    aliases: dict[int, int] | None = None,
+    static: StaticArguments,
+    config: LaunchConfig,
+    device: Device,
+    aliases: Mapping[int, int] | None = None,
 ) -> list[jax.Array]:
-    """The outputs of a kernel; `aliases`: inputs that become an output, where they lie."""
-    if (calls := _COLLECTED.get()) is not None:
+    """The outputs of a kernel; `aliases`: inputs that are updated in place as an output."""
+    if (recording := _RECORDING.get()) is not None:
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
-        calls.append(Call(function, shapes, list(outputs), mode, how))
+        recording.append(RecordedLaunch(function, shapes, list(outputs), static, config))
         return [jnp.zeros(x.shape, x.dtype) for x in outputs]
-    if settings.interpret():
-        results = _interpreted(function, arrays, outputs, mode, how, aliases or {})
-    else:
-        results = _called(function, arrays, outputs, mode, how, aliases or {})
+    request = _LaunchRequest(function, arrays, outputs, static, config, dict(aliases or {}))
+    results = _interpret(request) if settings.interpret() else _call_triton(request, device)
     # Triton knows nothing of shard_map: say over which mesh axes the results differ.
     axes = frozenset().union(*map(varying_axes, arrays))
     if axes:
@@ -138,63 +143,71 @@ def launch(
     return list(results)
 
 
-def after(x: jax.Array, earlier: jax.Array) -> jax.Array:
-    """`x`; in the interpreter not before `earlier` is there.
+def interpreted_after(x: jax.Array, earlier: jax.Array) -> jax.Array:
+    """`x`; in the interpreter, an array that depends on `earlier` too.
 
-    The interpreter runs one kernel at a time, and a CPU whose threads all wait for it stands still.
+    The interpreter runs one kernel at a time. A kernel that is started beside another one would
+    hold a thread of the CPU while it waits, and with all threads waiting nothing moves.
     """
-    if not settings.interpret() or _COLLECTED.get() is not None:
+    if not settings.interpret() or _RECORDING.get() is not None:
         return x
-    some = jnp.nan_to_num(earlier.reshape(-1)[0].astype(x.dtype))
-    return x + jnp.minimum(jnp.abs(some), 0)  # plus 0, which XLA cannot know
+    first = jnp.nan_to_num(earlier.reshape(-1)[0].astype(x.dtype))
+    return x + jnp.minimum(jnp.abs(first), 0)  # plus 0, which XLA cannot know
 
 
-def _called(
-    function: Any, arrays: Any, outputs: Any, mode: Any, how: Launch, aliases: dict[int, int]
-) -> list[jax.Array]:
-    capability = device_of(arrays).compute_capability
-    function = _loaded(function)
+class _LaunchRequest(NamedTuple):
+    """The arguments of `launch`."""
+
+    function: Callable
+    arrays: Sequence[jax.Array]
+    outputs: Sequence[jax.ShapeDtypeStruct]
+    static: StaticArguments
+    config: LaunchConfig
+    aliases: dict[int, int]
+
+
+def _call_triton(request: _LaunchRequest, device: Device) -> list[jax.Array]:
+    capability = device.compute_capability
+    function = _jit_function(request.function)
     return _jax_triton().triton_call(
-        *arrays,
+        *request.arrays,
         kernel=function,
-        out_shape=list(outputs),
-        grid=(how.programs,),
+        out_shape=list(request.outputs),
+        grid=(request.config.programs,),
         name=function.fn.__name__,
         compute_capability=capability and capability[0] * 10 + capability[1],
-        num_warps=how.num_warps,
-        num_stages=how.num_stages,
-        input_output_aliases=aliases,
-        mode=mode,
+        num_warps=request.config.num_warps,
+        num_stages=request.config.num_stages,
+        input_output_aliases=request.aliases,
+        static=request.static,
     )
 
 
-def _interpreted(
-    function: Any, arrays: Any, outputs: Any, mode: Any, how: Launch, aliases: dict[int, int]
-) -> list:
-    loaded = _loaded(function)  # here, where it is known that Triton is to interpret
+def _interpret(request: _LaunchRequest) -> list[jax.Array]:
+    function = _jit_function(request.function)  # imports Triton outside of the callback
 
-    def run(*arrays: Any) -> list[np.ndarray]:
+    def run(*arrays: jax.Array | np.ndarray) -> list[np.ndarray]:
         inputs = [np.array(x) for x in arrays]
-        results = [_forgotten(x) for x in outputs]
-        for i, j in aliases.items():
+        results = [_uninitialized(x) for x in request.outputs]
+        for i, j in request.aliases.items():
             results[j] = inputs[i]
-        pointers = map(_Pointer, [*inputs, *results])
+        pointers = map(_InterpreterPointer, [*inputs, *results])
         # Infinities are part of the algorithms; the interpreter keeps its state in globals.
-        with _INTERPRETER, np.errstate(all="ignore"):
-            loaded[(how.programs,)](*pointers, mode=mode)
+        with _INTERPRETER_LOCK, np.errstate(all="ignore"):
+            function[(request.config.programs,)](*pointers, static=request.static)
         return results
 
-    return jax.pure_callback(run, list(outputs), *arrays)
+    return jax.pure_callback(run, list(request.outputs), *request.arrays)
 
 
-def _forgotten(x: jax.ShapeDtypeStruct) -> np.ndarray:
-    """An output before it is written, such that what is forgotten shows."""
-    kind = np.dtype(x.dtype)
-    return np.full(x.shape, np.iinfo(kind).min if kind.kind == "i" else np.nan, kind)
+def _uninitialized(x: jax.ShapeDtypeStruct) -> np.ndarray:
+    """An output filled with NaN or the smallest integer, so that elements not written are seen."""
+    dtype = np.dtype(x.dtype)
+    return np.full(x.shape, np.iinfo(dtype).min if dtype.kind == "i" else np.nan, dtype)
 
 
-class _Pointer:
-    """A NumPy array in the form in which the interpreter takes arguments: as a tensor of torch."""
+class _InterpreterPointer:
+    """A NumPy array with the methods of a torch tensor that the interpreter calls."""
 
     def __init__(self, array: np.ndarray):
         self.array, self.dtype = array, array.dtype.name
@@ -208,45 +221,51 @@ class _Pointer:
 
 
 @contextlib.contextmanager
-def collected() -> Iterator[list[Call]]:
-    """Note launches instead of making them: what they would compute is zeros."""
-    calls: list[Call] = []
-    token = _COLLECTED.set(calls)
+def recorded_launches() -> Iterator[list[RecordedLaunch]]:
+    """Record launches instead of making them; their outputs are zeros."""
+    launches: list[RecordedLaunch] = []
+    token = _RECORDING.set(launches)
     try:
-        yield calls
+        yield launches
     finally:
-        _COLLECTED.reset(token)
+        _RECORDING.reset(token)
 
 
-def ast_source(call: Call) -> tuple[Any, dict[str, int]]:
-    """What Triton compiles for a launch, and with which options."""
+def ast_source(launch: RecordedLaunch) -> tuple[Any, dict[str, int]]:
+    """The source that Triton compiles for a launch, and the compiler options."""
     from triton.compiler import ASTSource  # type: ignore[import-not-found]
 
-    function = _loaded(call.function)
-    types = [f"*{_NAMES[np.dtype(x.dtype).name]}" for x in (*call.arrays, *call.outputs)]
+    function = _jit_function(launch.function)
+    arrays = (*launch.arrays, *launch.outputs)
+    types = [f"*{_TRITON_DTYPES[np.dtype(x.dtype).name]}" for x in arrays]
     signature = dict(zip(function.arg_names, [*types, "constexpr"], strict=True))
     source = ASTSource(
         function,
         signature,
-        constexprs={"mode": call.mode},
+        constexprs={"static": launch.static},
         attrs={(i,): [["tt.divisibility", 16]] for i in range(len(types))},
     )
-    return source, {"num_warps": call.how.num_warps, "num_stages": call.how.num_stages}
+    return source, {"num_warps": launch.config.num_warps, "num_stages": launch.config.num_stages}
 
 
-def compile_ahead(call: Call, capability: int) -> Compiled:
-    """A kernel compiled for a compute capability such as 90, on any machine."""
+def compile_ahead(launch: RecordedLaunch, capability: int) -> CompiledKernel:
+    """The kernel of a launch, compiled for a compute capability such as 90, on any machine."""
     from triton.backends.compiler import GPUTarget  # type: ignore[import-not-found]
 
-    source, options = ast_source(call)
+    source, options = ast_source(launch)
     compiled = _triton().compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    registers, local = _resources(compiled.asm["cubin"])
-    tensor = compiled.metadata.tmem_size or 0
-    return Compiled(registers, local, compiled.metadata.shared, tensor, compiled.asm["ptx"])
+    registers, local_memory = _resources(compiled.asm["cubin"])
+    return CompiledKernel(
+        registers=registers,
+        local_memory=local_memory,
+        shared_memory=compiled.metadata.shared,
+        tensor_memory=compiled.metadata.tmem_size or 0,
+        ptx=compiled.asm["ptx"],
+    )
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers of a thread, and the local memory it spills to, as the binary states them."""
+    """Registers of a thread, and the bytes of local memory that it spills to."""
     import re
     import subprocess
     import tempfile
@@ -268,52 +287,52 @@ def _triton() -> Any:
         os.environ["TRITON_INTERPRET"] = "1"
     module = importlib.import_module("triton")
     if settings.interpret():
-        _mend_interpreter()
+        _patch_interpreter()
     return module
 
 
-def _mend_interpreter() -> None:
-    """Let a number of one element, as which the interpreter holds scalars, be an index.
+def _patch_interpreter() -> None:
+    """Let a scalar of the interpreter be an index: it is an array of shape [1].
 
-    NumPy 2.4 no longer makes an int of an array with an axis.
+    NumPy 2.4 no longer converts an array with an axis to an int.
     """
     interpreter: Any = importlib.import_module("triton.runtime.interpreter")
     patch = interpreter._patch_lang_tensor
 
-    def mended(tensor: Any, scope: Any) -> None:
+    def patch_with_index(tensor: type, scope: Any) -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
-    interpreter._patch_lang_tensor = mended
+    interpreter._patch_lang_tensor = patch_with_index
 
 
 @functools.cache
 def _jax_triton() -> Any:
-    kept = os.environ.get("TRITON_CACHE_DIR")
-    module = importlib.import_module("jax_triton")  # which empties this variable
-    if kept is not None:
-        os.environ["TRITON_CACHE_DIR"] = kept
+    cache_dir = os.environ.get("TRITON_CACHE_DIR")
+    module = importlib.import_module("jax_triton")  # which clears this variable
+    if cache_dir is not None:
+        os.environ["TRITON_CACHE_DIR"] = cache_dir
     return module
 
 
-def _loaded(function: Callable) -> Any:
-    """The function as Triton knows it, and with it all that it may call."""
+def _jit_function(function: Callable) -> Any:
+    """The `triton.JITFunction` of a declared function; loads Triton for all declared functions."""
     if not inspect.isfunction(function):
-        return function  # read from a module that is loaded already
-    if function not in _LOADED:
+        return function  # it was taken from a module after Triton was loaded
+    if function not in _JIT_FUNCTIONS:
         triton = _triton()
-        _LOADED.update({f: triton.jit(f) for f in _FUNCTIONS if f not in _LOADED})
-        for module in {sys.modules[f.__module__] for f in _FUNCTIONS}:
+        _JIT_FUNCTIONS.update({f: triton.jit(f) for f in _DECLARED if f not in _JIT_FUNCTIONS})
+        for module in {sys.modules[f.__module__] for f in _DECLARED}:
             names = vars(module)
             names["tl"] = importlib.import_module("triton.language")
             for name, value in list(names.items()):
-                if inspect.isfunction(value) and value in _LOADED:
-                    names[name] = _LOADED[value]
-    return _LOADED[function]
+                if inspect.isfunction(value) and value in _JIT_FUNCTIONS:
+                    names[name] = _JIT_FUNCTIONS[value]
+    return _JIT_FUNCTIONS[function]
 
 
-def matmul_precision(dtype: Any) -> str:
-    """How a kernel multiplies: float32 exactly, unless the user of JAX has asked for less."""
-    asked = getattr(jax.config, "jax_default_matmul_precision", None)
-    exact = dtype != jnp.float32 or asked in (None, "highest", "float32")
+def matmul_precision(dtype: DTypeLike) -> str:
+    """`input_precision` of `tl.dot`: exact float32, unless JAX is configured for less."""
+    configured = getattr(jax.config, "jax_default_matmul_precision", None)
+    exact = dtype != jnp.float32 or configured in (None, "highest", "float32")
     return "ieee" if exact else "tf32"

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 
-import jax
 import jax.numpy as jnp
 
 from ejkernel import settings
@@ -23,46 +22,47 @@ from ejkernel.kernels.flash_attention.pallas_sm90.backward_kernel import (
     dims_of,
 )
 from ejkernel.kernels.flash_attention.pallas_sm90.backward_kernel import Tiles as BackwardTiles
-from ejkernel.kernels.flash_attention.pallas_sm90.logits import ROWS, Tiles
+from ejkernel.kernels.flash_attention.pallas_sm90.logits import ROWS, SHARED_BYTES, Tiles
 from ejkernel.kernels.flash_attention.pallas_sm90.split_kv import is_short
 from ejkernel.ops.config import BwdParams, FwdParams
 from ejkernel.ops.implementation import Implementation, Pass
-from ejkernel.ops.platform import Device, Platform, device_of
+from ejkernel.ops.platform import Device, Platform
 from ejkernel.types.rules import Band, Chunks, Everything, KeyLength, QueryLength, Segments
 
 _BOUNDS = Everything | Band | Chunks | KeyLength | QueryLength
 _NARROW = 512  # a window of so many keys
 
 
-def run_forward(inputs: Inputs, spec: Spec, params: FwdParams | None) -> tuple[Outputs, Outputs]:
+def run_forward(
+    inputs: Inputs, spec: Spec, params: FwdParams | None, device: Device
+) -> tuple[Outputs, Outputs]:
     """Outputs, which are also the residuals."""
     tiles = chosen_tiles(inputs, params)
     run = pallas_gpu_short.forward if is_short(inputs) else pallas_gpu_forward.forward
-    outputs = run(inputs, spec, tiles, _interpreted(inputs))
+    outputs = run(inputs, spec, tiles, device)
     return outputs, outputs
 
 
 def run_backward(
-    inputs: Inputs, residuals: Outputs, d_outputs: Outputs, spec: Spec, params: BwdParams | None
+    inputs: Inputs,
+    residuals: Outputs,
+    d_outputs: Outputs,
+    spec: Spec,
+    params: BwdParams | None,
+    device: Device,
 ) -> Inputs:
     """Gradients, shaped like the inputs; None where there is none."""
     if params is not None and params.deterministic is False and _joint(inputs, spec):
         run = pallas_gpu_joint.backward
-        return run(inputs, residuals, d_outputs, spec, _interpreted(inputs))
+        return run(inputs, residuals, d_outputs, spec, device)
     tiles = chosen_backward_tiles(inputs, spec, params)
-    return pallas_gpu_backward.backward(
-        inputs, residuals, d_outputs, spec, *tiles, _interpreted(inputs)
-    )
+    return pallas_gpu_backward.backward(inputs, residuals, d_outputs, spec, *tiles, device)
 
 
 def why_not(inputs: Inputs, spec: Spec, device: Device) -> str | None:
     """What keeps these kernels from taking the call, or None."""
-    interpreted = settings.interpret() and device.platform != "gpu"
-    if reason := gpu.why_missing(interpreted):
+    if reason := gpu.why_not_hopper(device):
         return reason
-    if device.compute_capability != (9, 0) and not interpreted:
-        has = device.compute_capability and ".".join(map(str, device.compute_capability))
-        return f"needs compute capability 9.0 (Hopper), and {device.kind} has {has or 'none'}"
     dtypes = {x.dtype for x in inputs[:3]}
     if len(dtypes) > 1 or not dtypes <= {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)}:
         return f"needs bfloat16 or float16 alone, got {', '.join(sorted(map(str, dtypes)))}"
@@ -144,7 +144,7 @@ def _fitting(
 ) -> Tiles | None:
     """The tiles of this size with the most stages that shared memory holds, if it holds two."""
     sizes = (Tiles(consumers, block_k, count) for count in range(stages, 1, -1))
-    fit = lambda tiles: tiles.shared_bytes(head_dim, value_dim) <= gpu.SHARED_BYTES
+    fit = lambda tiles: tiles.shared_bytes(head_dim, value_dim) <= SHARED_BYTES
     return next(filter(fit, sizes), None)
 
 
@@ -157,7 +157,8 @@ def _in_registers(tiles: Tiles, inputs: Inputs) -> bool:
     if inputs.bias is not None:
         own += 8
     if not pallas_gpu_forward.whole_tiles(inputs):  # where each strip is
-        own += max(16, 3 * gpu.Matrices(inputs.value.dtype, 1, ROWS, dims[1], False).strips)
+        value = gpu.SharedMatrices(inputs.value.dtype, 1, ROWS, dims[1], False)
+        own += max(16, 3 * value.panels)
     of_three = 128 if _between_keys(inputs) and dims[0] <= 96 else 104
     room = {1: 192, 2: 176, 3: of_three}[tiles.consumers]
     if max(dims) > 192 and tiles.block_k == 64:  # there are none for where the queries are
@@ -264,10 +265,6 @@ def backward_yields_to(inputs: Inputs, spec: Spec, device: Device) -> frozenset[
     between = 128 < sum(dims_of(inputs)) <= 256
     packed = "segments" in (inputs.mask or Everything()).features()
     return frozenset({Platform.CUDA}) if between and not packed else frozenset()
-
-
-def _interpreted(inputs: Inputs) -> bool:
-    return settings.interpret() and device_of(jax.tree.leaves(inputs)).platform != "gpu"
 
 
 _FEATURES = frozenset(

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.kernels.common import mosaic_gpu as gpu
+from ejkernel.kernels.common.constants import LOG2_E
 from ejkernel.kernels.common.sinks import per_sink, share_of_keys
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
 from ejkernel.kernels.flash_attention.pallas_sm90.backward_kernel import (
@@ -28,8 +29,9 @@ from ejkernel.kernels.flash_attention.pallas_sm90.backward_kernel import (
 )
 from ejkernel.kernels.flash_attention.pallas_sm90.bias_grad import ALONE, bias_gradient, together
 from ejkernel.kernels.flash_attention.pallas_sm90.deal import Units
-from ejkernel.kernels.flash_attention.pallas_sm90.logits import LOG2_E, Operands
+from ejkernel.kernels.flash_attention.pallas_sm90.logits import Operands
 from ejkernel.kernels.flash_attention.pallas_sm90.schedule import visibility, walk, walk_columns
+from ejkernel.ops.platform import Device
 from ejkernel.types.rules import Everything
 
 
@@ -40,7 +42,7 @@ def backward(
     spec: Spec,
     of_keys: tuple[Tiles, ...],
     of_queries: Tiles,
-    interpreted: bool = False,
+    device: Device,
 ) -> Inputs:
     """Gradients, shaped like the inputs; None where there is none.
 
@@ -51,10 +53,10 @@ def backward(
         spec: of the call.
         of_keys: tiles of the kernel of keys and values, or of one of values and one of keys.
         of_queries: tiles of the kernel of queries.
-        interpreted: whether to run on a CPU.
+        device: of the call.
     """
     terms = _row_terms(inputs, residuals, d_outputs, spec)
-    kernel = functools.partial(run, inputs, d_outputs.out, spec, terms, interpreted)
+    kernel = functools.partial(run, inputs, d_outputs.out, spec, terms, device)
     if len(of_keys) == 1:
         d_value, d_key = kernel(OF_KEYS_AND_VALUES, *of_keys)
     else:
@@ -116,11 +118,12 @@ def run(
     d_out: jax.Array,
     spec: Spec,
     terms: _Terms,
-    interpreted: bool,
+    device: Device,
     part: Part,
     tiles: Tiles,
 ) -> list[jax.Array]:
     """The results of one kernel: its sums, then what else it was asked for."""
+    interpreted = gpu.is_interpreted(device)
     b, t, n, _ = inputs.query.shape
     s, k = inputs.value.shape[1:3]
     for_keys, rule = part.for_keys, inputs.mask or Everything()
@@ -134,7 +137,7 @@ def run(
         group=group,
         pairs=b * k,
         shared_bytes=sum(x.nbytes for x in read) // (b * k),
-        workers=min(gpu.MULTIPROCESSORS, b * heads * -(-held // tiles.rows)),
+        workers=min(gpu.multiprocessors(device), b * heads * -(-held // tiles.rows)),
     )
     plan = (walk_columns if for_keys else walk)(rule, units, t, s, block_q, block_k)
     seen = visibility(rule, t, s, q_size, kv_size)
@@ -173,12 +176,10 @@ def run(
 
     launch = gpu.kernel(
         body,
-        interpreted,
         out_type=tuple(out_type),
         scratch_types=work.scratch(),
-        grid=(order.shape[1],),
-        grid_names=("block",),
-        num_threads=tiles.consumers + 1,
-        thread_name="warpgroup",
+        blocks=order.shape[1],
+        warpgroups=tiles.consumers + 1,
+        interpreted=interpreted,
     )
     return list(launch(*arrays.values()))

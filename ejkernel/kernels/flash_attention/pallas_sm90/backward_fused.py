@@ -32,6 +32,7 @@ from ejkernel.kernels.flash_attention.pallas_sm90.deal import Units
 from ejkernel.kernels.flash_attention.pallas_sm90.forward import whole_tiles
 from ejkernel.kernels.flash_attention.pallas_sm90.logits import ROWS, Operands
 from ejkernel.kernels.flash_attention.pallas_sm90.schedule import visibility, walk_columns
+from ejkernel.ops.platform import Device
 from ejkernel.types.rules import Everything
 
 CHUNK = 64  # columns of the gradients of queries that are computed at once, at most
@@ -45,10 +46,11 @@ def backward(
     residuals: Outputs,
     d_outputs: Outputs,
     spec: Spec,
-    interpreted: bool = False,
+    device: Device,
 ) -> Inputs:
     """Gradients, shaped like the inputs; None where there is none."""
     terms = _row_terms(inputs, residuals, d_outputs, spec)
+    interpreted = gpu.is_interpreted(device)
     b, t, n, head_dim = inputs.query.shape
     s, k = inputs.value.shape[1:3]
     rule = inputs.mask or Everything()
@@ -60,7 +62,7 @@ def backward(
         group=n // k,
         pairs=b * k,
         shared_bytes=(inputs.query.nbytes + d_outputs.out.nbytes) // (b * k),
-        workers=1 if interpreted else min(gpu.MULTIPROCESSORS, b * k * lines),
+        workers=1 if interpreted else min(gpu.multiprocessors(device), b * k * lines),
     )
     plan = walk_columns(rule, units, t, s, QUERIES, KEYS)
     seen = visibility(rule, t, s, q_size, kv_size)
@@ -88,13 +90,11 @@ def backward(
 
     run = gpu.kernel(
         body,
-        interpreted,
         out_type=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs[1:3]),
         scratch_types=work.scratch(),
-        grid=(units.workers,),
-        grid_names=("block",),
-        num_threads=HOLDERS + 1,
-        thread_name="warpgroup",
+        blocks=units.workers,
+        warpgroups=HOLDERS + 1,
+        interpreted=interpreted,
     )
     d_key, d_value = run(*arrays.values(), d_query)
     d_query = (d_query[...][:, :t] * spec.softmax_scale).astype(inputs.query.dtype)
@@ -136,12 +136,12 @@ class _Joint:
         self.group = inputs.query.shape[2] // self.heads
         dims, whole = (inputs.query.shape[3], inputs.value.shape[3]), whole_tiles(inputs)
         of = lambda count, rows: tuple(
-            gpu.Matrices(self.dtype, count, rows, dim, whole) for dim in dims
+            gpu.SharedMatrices(self.dtype, count, rows, dim, whole) for dim in dims
         )
         self.held, self.moving = of(HOLDERS, ROWS), of(STAGES, QUERIES)
         # Laid out as keys and queries are, with which they are multiplied.
-        width = (gpu.swizzle(self.held[0].width) or 0) // 2
-        self.d_logits = gpu.shared_tile(self.dtype, HOLDERS * SLOTS, ROWS, QUERIES, width=width)
+        width = (gpu.swizzle_bytes(self.held[0].width) or 0) // 2
+        self.d_logits = gpu.tiled_memory(self.dtype, HOLDERS * SLOTS, ROWS, QUERIES, width=width)
         width = min(CHUNK, self.held[0].width)
         self.chunks = [(i, min(width, dims[0] - i)) for i in range(0, dims[0], width)]
         self.ragged = inputs.key.shape[1] % KEYS != 0
@@ -150,10 +150,10 @@ class _Joint:
 
     def scratch(self) -> dict[str, Any]:
         """Shared memory and barriers."""
-        copies = sum(one.strips for one in self.held)
+        copies = sum(one.panels for one in self.held)
         return {
-            "held": tuple(gpu.allocate(self.interpreted, one) for one in self.held),
-            "moving": tuple(gpu.allocate(self.interpreted, one) for one in self.moving),
+            "held": tuple(one.allocate(self.interpreted) for one in self.held),
+            "moving": tuple(one.allocate(self.interpreted) for one in self.moving),
             "d_logits": self.d_logits,
             "sums": tuple(engine.shared_numbers(QUERIES, width) for _, width in self.chunks),
             "terms": gpu.plgpu.SMEM((STAGES, 2, QUERIES), jnp.float32),
@@ -169,7 +169,7 @@ class _Joint:
     def body(self, refs: dict[str, Any], results: Any, shared: dict[str, Any]) -> None:
         """What every warpgroup does."""
         self.refs, self.results = refs, results
-        bind = lambda ref, one: gpu.bind(self.interpreted, ref, one)[0]
+        bind = lambda ref, one: one.bind(ref, self.interpreted)
         for name, matrices in (("held", self.held), ("moving", self.moving)):
             shared[name] = [bind(*pair) for pair in zip(shared[name], matrices, strict=True)]
         self.shared = types.SimpleNamespace(**shared)
@@ -190,7 +190,7 @@ class _Joint:
 
     def each_unit(self, program) -> None:
         """`step = program(lap, step, unit)` for the units of this block."""
-        gpu.each_unit(self.refs["order"], program)
+        gpu.for_each_work_item(self.refs["order"], program)
 
     def unpack(self, unit):
         """Batch row, key head and line of a unit."""
@@ -216,9 +216,9 @@ class _Joint:
         def keys_and_values():
             for w in range(HOLDERS):
                 gpu.pl.when(lap > 0)(lambda w=w: plgpu.barrier_wait(shared.held_free.at[w]))
-                rows = gpu.pl.ds(line * KEYS + w * ROWS, ROWS)
+                first = line * KEYS + w * ROWS
                 for name, room in zip(("key", "value"), shared.held, strict=True):
-                    room.fetch(self.refs[name], row, rows, head, w, shared.held_here.at[w])
+                    room.load(self.refs[name], row, first, head, w, shared.held_here.at[w])
             for w in range(HOLDERS):
                 plgpu.barrier_wait(shared.held_here.at[w])
 
@@ -241,12 +241,12 @@ class _Joint:
         """Begin to copy a tile of queries, when there is room."""
         plgpu, shared = gpu.plgpu, self.shared
         slot = lax.rem(step, STAGES)
-        rows = gpu.pl.ds(tiles.tile(j)[0], QUERIES)
+        first = tiles.tile(j)[0]
         gpu.pl.when(step >= STAGES)(lambda: plgpu.barrier_wait(shared.moving_free.at[slot]))
         here = shared.moving_here.at[slot]
         for name, room in zip(("query", "d_out"), shared.moving, strict=True):
-            room.fetch(self.refs[name], tiles.row, rows, tiles.head, slot, here)
-        source = self.refs["terms"].at[tiles.row, tiles.head, :, rows]
+            room.load(self.refs[name], tiles.row, first, tiles.head, slot, here)
+        source = self.refs["terms"].at[tiles.row, tiles.head, :, gpu.pl.ds(first, QUERIES)]
         plgpu.copy_gmem_to_smem(source, shared.terms.at[slot], here)
 
     def add(self, tiles, j, step):
@@ -307,15 +307,14 @@ class _Joint:
     def write(self, warpgroup, row, head, first_row, sums) -> None:
         """Sums to global memory, through the memory that held the rows they belong to."""
         plgpu, shared = gpu.plgpu, self.shared
-        rows = gpu.pl.ds(first_row, ROWS)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # all threads have done their products
         for i, total in zip((1, 0), sums, strict=True):
             if i == 0:  # the gradients of queries still need the keys
                 plgpu.barrier_wait(shared.keys_done.at[0])
                 total = total * self.spec.softmax_scale
-            shared.held[i].put(warpgroup, total.astype(self.dtype))
+            shared.held[i].write(warpgroup, total.astype(self.dtype))
         plgpu.commit_smem()
         for i in (0, 1):
-            shared.held[i].store(self.results[i], row, rows, head, warpgroup)
+            shared.held[i].store(self.results[i], row, first_row, head, warpgroup)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(shared.held_free.at[warpgroup])

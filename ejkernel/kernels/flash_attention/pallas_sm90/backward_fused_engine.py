@@ -4,7 +4,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from ejkernel.kernels.common import mosaic_gpu as gpu
 
@@ -15,24 +14,30 @@ def shared_numbers(*shape: int) -> Any:
     return gpu.plgpu.SMEM(shape, jnp.float32, transforms=transforms)
 
 
-def _columns(matrices: gpu.Bound, index: Any, start: int, width: int) -> Any:
+def _columns(matrices: gpu.SharedMatrixRefs, index: Any, start: int, width: int) -> Any:
     """Some columns of matrix `index`, which lie in one strip."""
     strip, first = divmod(start, matrices.shape.width)
-    whole = matrices.at(index, strip)
+    whole = matrices.panel(index, strip)
     if (first, width) == (0, matrices.shape.width):
         return whole
     return whole.at[:, first : first + width]
 
 
-class Hardware(gpu.Hardware):
+class Hardware(gpu.WgmmaEngine):
     """With both sides of a product in shared memory."""
 
-    def plain(self, accumulator: Any, left: Any, right: gpu.Bound, j: Any) -> None:
+    def plain(self, accumulator: Any, left: Any, right: gpu.SharedMatrixRefs, j: Any) -> None:
         """Begin `accumulator += left @ right[j]`."""
-        self.outer(accumulator, left, right, j)
+        self.matmul_nn(accumulator, left, right, j)
 
     def across(
-        self, accumulator: Any, left: Any, right: gpu.Bound, j: Any, start: int, width: int
+        self,
+        accumulator: Any,
+        left: Any,
+        right: gpu.SharedMatrixRefs,
+        j: Any,
+        start: int,
+        width: int,
     ) -> None:
         """Begin `accumulator += left.T @ right[j][:, start : start + width]`."""
         gpu.plgpu.wgmma(accumulator, left.transpose((1, 0)), _columns(right, j, start, width))
@@ -48,18 +53,24 @@ class Hardware(gpu.Hardware):
         gpu.plgpu.copy_smem_to_gmem(room, target, reduction_op="add")
 
 
-class Emulation(gpu.Emulation, Hardware):
+class Emulation(gpu.InterpretedEngine, Hardware):
     """The same in the interpreter, where one block of threads does everything."""
 
-    def plain(self, accumulator: Any, left: Any, right: gpu.Bound, j: Any) -> None:
-        self.outer(accumulator, left[...], right, j)
+    def plain(self, accumulator: Any, left: Any, right: gpu.SharedMatrixRefs, j: Any) -> None:
+        self.matmul_nn(accumulator, left[...], right, j)
 
     def across(
-        self, accumulator: Any, left: Any, right: gpu.Bound, j: Any, start: int, width: int
+        self,
+        accumulator: Any,
+        left: Any,
+        right: gpu.SharedMatrixRefs,
+        j: Any,
+        start: int,
+        width: int,
     ) -> None:
-        a, b = (x[...].astype(jnp.float32) for x in (left, _columns(right, j, start, width)))
-        accumulator.value += jnp.dot(a.T, b, precision=lax.Precision.HIGHEST)
-        self._as_the_tensor_cores_read()
+        a, b = (x[...] for x in (left, _columns(right, j, start, width)))
+        self.add_product(accumulator, a.T, b)
+        self.fence()
 
     def add_through(self, room: Any, target: Any, value: jax.Array, unfinished: int) -> None:
         target[...] = target[...] + value

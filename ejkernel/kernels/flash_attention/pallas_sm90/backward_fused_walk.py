@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.kernels.common import mosaic_gpu as gpu
-from ejkernel.kernels.flash_attention.pallas_sm90.logits import LOG2_E, ROWS, Tile
+from ejkernel.kernels.common.constants import LOG2_E
+from ejkernel.kernels.flash_attention.pallas_sm90.logits import ROWS, Tile
 
 HOLDERS = 2  # warpgroups that hold keys
 KEYS = ROWS * HOLDERS  # of a unit of work
@@ -101,7 +102,7 @@ class Walked:
         # Not known to be the same in every tile: what follows from it would be kept in registers.
         mine = lax.optimization_barrier(self.warpgroup)
         held, moving = self.shared.held[i], self.shared.moving[i]
-        self.engine.inner(accumulator, held, mine, moving, slot)
+        self.engine.matmul_nt(accumulator, held, mine, moving, slot)
 
     def add_keys(self, d_key, step) -> None:
         """Begin to add to the sum of keys, from the gradients of logits in shared memory."""
@@ -122,8 +123,8 @@ class Walked:
         def both(accumulators, values):
             d_value, d_weights = accumulators
             self.product(1, d_weights, slot)
-            self.engine.outer(d_value, weights, shared.moving[1], slot)
-            d_weights = self.engine.read(d_weights, shared.moving[1].shape.strips)
+            self.engine.matmul_nn(d_value, weights, shared.moving[1], slot)
+            d_weights = self.engine.read_accumulator(d_weights, shared.moving[1].shape.panels)
             d_logits = (weights.astype(jnp.float32) * d_weights).astype(dtype)
             self.leave(step, d_logits)
 
@@ -164,5 +165,5 @@ class Walked:
 
     def term(self, i, slot):
         """A number for each query, along the columns."""
-        part = gpu.load(self.shared.terms.at[slot, i], gpu.columns_layout())
-        return gpu.along_columns(part, self.shape)
+        part = gpu.load(self.shared.terms.at[slot, i], gpu.column_layout())
+        return gpu.broadcast_columns(part, self.shape)

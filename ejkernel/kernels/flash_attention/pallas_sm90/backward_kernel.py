@@ -7,6 +7,7 @@ import operator
 import types
 from typing import Any, Literal
 
+import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.kernels.common import mosaic_gpu as gpu
@@ -16,9 +17,7 @@ from ejkernel.kernels.flash_attention.pallas_sm90.forward import whole_tiles
 from ejkernel.kernels.flash_attention.pallas_sm90.logits import ROWS, Operands, Tile
 from ejkernel.kernels.flash_attention.pallas_sm90.staged_bias import Brought
 
-# Shared memory of a block less its barriers, and what the compiler takes where rows are summed.
-SHARED_BYTES = 232448 - 1024
-SUMMING_BYTES = 2048
+SHARED_BYTES = gpu.SHARED_MEMORY - gpu.BARRIER_RESERVE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +92,7 @@ class Part:
         held = 2 * tiles.rows * sum(dims[i] for i in self.held(dims))
         terms = 2 * 4 * tiles.columns * stages[0] if self.for_keys else 0
         moving = sum(2 * tiles.columns * dim * n for dim, n in zip(dims, stages, strict=True))
-        return SHARED_BYTES - (SUMMING_BYTES if self.rows else 0) - held - terms - moving
+        return SHARED_BYTES - (gpu.REDUCTION_RESERVE if self.rows else 0) - held - terms - moving
 
     def brought(self, tiles: Tiles, inputs: Inputs) -> Brought:
         """How the bias comes through shared memory, if it does."""
@@ -141,9 +140,9 @@ class Kernel:
         self.group, self.sizes = heads // key_heads, (inputs.query.shape[0], heads)
         self.heads = key_heads if part.for_keys else heads  # of a unit
         self.list_rows, self.list_heads, self.lines, self.blocks = lists
-        self.engine = gpu.EMULATION if interpreted else gpu.HARDWARE
+        self.engine = gpu.INTERPRETED if interpreted else gpu.WGMMA
         whole = whole_tiles(inputs)
-        of = lambda i, count, rows: gpu.Matrices(
+        of = lambda i, count, rows: gpu.SharedMatrices(
             self.dtype, count, rows, (inputs.query, inputs.value)[i].shape[3], whole
         )
         self.dims = dims_of(inputs)
@@ -158,21 +157,21 @@ class Kernel:
     def scratch(self) -> dict[str, Any]:
         """Shared memory and barriers."""
         consumers, barriers = self.tiles.consumers, gpu.barriers
-        take = lambda matrices: tuple(gpu.allocate(self.interpreted, x) for x in matrices.values())
+        take = lambda matrices: tuple(x.allocate(self.interpreted) for x in matrices.values())
         scratch = {
             "held": take(self.held),
             "moving": take(self.moving),
-            "held_here": barriers(consumers, sum(self.held[i].strips for i in self.part.products)),
+            "held_here": barriers(consumers, sum(self.held[i].panels for i in self.part.products)),
             "held_free": barriers(consumers),
             "moving_here": tuple(
-                barriers(self.stages[i], one.strips + (self.part.for_keys and i == 0))
+                barriers(self.stages[i], one.panels + (self.part.for_keys and i == 0))
                 for i, one in self.moving.items()
             ),
             "moving_free": tuple(barriers(count, consumers) for count in self.stages),
         }
         if self.part.for_keys:
             shape = (self.stages[0], 2, self.tiles.columns)
-            scratch["terms"] = gpu.plgpu.SMEM(shape, gpu.jnp.float32)
+            scratch["terms"] = gpu.plgpu.SMEM(shape, jnp.float32)
         return scratch | self.brought.scratch(self.interpreted)
 
     def body(self, refs: dict[str, Any], results: Any, shared: dict[str, Any]) -> None:
@@ -180,14 +179,13 @@ class Kernel:
         self.refs, self.results = refs, results
         for name, matrices in (("held", self.held), ("moving", self.moving)):
             pairs = zip(matrices.items(), shared[name], strict=True)
-            bind = functools.partial(gpu.bind, self.interpreted)
-            shared[name] = {i: bind(ref, one)[0] for (i, one), ref in pairs}
+            shared[name] = {i: one.bind(ref, self.interpreted) for (i, one), ref in pairs}
         self.shared = types.SimpleNamespace(**shared)
 
-        gpu.divide_roles(
+        gpu.specialise_warpgroups(
             self.tiles.consumers,
-            lambda: gpu.each_unit(self.refs["order"], self.copy_unit),
-            lambda warpgroup: gpu.each_unit(
+            lambda: gpu.for_each_work_item(self.refs["order"], self.copy_unit),
+            lambda warpgroup: gpu.for_each_work_item(
                 self.refs["order"], functools.partial(self.compute_unit, warpgroup)
             ),
         )
@@ -225,25 +223,26 @@ class Kernel:
         held, moving = self.names
         for w in range(tiles.consumers):
             gpu.pl.when(lap > 0)(lambda w=w: plgpu.barrier_wait(shared.held_free.at[w]))
-            rows = gpu.pl.ds(line * tiles.rows + w * ROWS, ROWS)
+            first = line * tiles.rows + w * ROWS
             for i in self.part.products:
                 here = shared.held_here.at[w]
-                shared.held[i].fetch(self.refs[held[i]], row, rows, head, w, here)
+                shared.held[i].load(self.refs[held[i]], row, first, head, w, here)
 
         def of_head(query_head, key_head, lists, step):
             moving_head = query_head if self.part.for_keys else key_head
 
             def tile(j, step):
                 at = self.refs["index"][lists * self.blocks + j] * tiles.columns
-                columns = gpu.pl.ds(at, tiles.columns)
                 for i, count in enumerate(self.stages):
                     slot = lax.rem(step, count)
                     free, here = shared.moving_free[i].at[slot], shared.moving_here[i].at[slot]
                     gpu.pl.when(step >= count)(lambda free=free: plgpu.barrier_wait(free))
                     room, array = shared.moving[i], self.refs[moving[i]]
-                    room.fetch(array, row, columns, moving_head, slot, here)
+                    room.load(array, row, at, moving_head, slot, here)
                     if self.part.for_keys and i == 0:
-                        source = self.refs["terms"].at[row, query_head, :, columns]
+                        source = self.refs["terms"].at[
+                            row, query_head, :, gpu.pl.ds(at, tiles.columns)
+                        ]
                         plgpu.copy_gmem_to_smem(source, shared.terms.at[slot], here)
                 place = row, query_head, line * tiles.rows, at
                 self.brought.copy(shared, self.refs, step, *place)
@@ -288,15 +287,14 @@ class Kernel:
     def write(self, warpgroup, row, head, first_row, sums) -> None:
         """Sums to global memory, through the memory that held the rows they belong to."""
         plgpu, shared = gpu.plgpu, self.shared
-        rows = gpu.pl.ds(first_row, ROWS)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # all threads have done their products
         for i, total in zip(self.part.summed, sums, strict=True):
             scale = self.spec.softmax_scale if i == 0 else 1.0
             total = (total * (scale / (1.0 - self.spec.dropout_prob))).astype(self.dtype)
-            shared.held[self.rooms[i]].put(warpgroup, total)
+            shared.held[self.rooms[i]].write(warpgroup, total)
         plgpu.commit_smem()
         for result, i in zip(self.results, self.part.summed, strict=False):
-            shared.held[self.rooms[i]].store(result, row, rows, head, warpgroup)
+            shared.held[self.rooms[i]].store(result, row, first_row, head, warpgroup)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(shared.held_free.at[warpgroup])
 

@@ -29,7 +29,7 @@ class Walked:
         if not self.part.for_keys:
             ref, rows = work.refs["terms"], gpu.pl.ds(tile.first_row, ROWS)
             self.row_terms = [
-                gpu.load(ref.at[row, head, i, rows], gpu.rows_layout()) for i in range(2)
+                gpu.load(ref.at[row, head, i, rows], gpu.row_layout()) for i in range(2)
             ]
 
     def over_tiles(self, carry):
@@ -77,7 +77,7 @@ class Walked:
             def between(weights):
                 if self.eager:
                     self.sum_up(sums[:1], [weights[0].astype(self.work.dtype)], step, (1,))
-                    return self.shared.moving[1].shape.strips
+                    return self.shared.moving[1].shape.panels
                 if self.ahead:
                     gpu.pl.when(j + 1 < self.count)(lambda: self.wait((0,), step + 1))
                 return 0
@@ -148,7 +148,7 @@ class Walked:
 
             def begin():
                 self.sum_up(sums, [x[...] for x in left], step - 1, summed)
-                return sum(self.shared.moving[i].shape.strips for i in summed)
+                return sum(self.shared.moving[i].shape.panels for i in summed)
 
             new = self.gradients(found, j, step, with_mask, taken[...], begin)
             new_left, taken[...] = lax.optimization_barrier(new)
@@ -203,12 +203,12 @@ class Walked:
         for accumulator, i in zip(accumulators, which, strict=True):
             held, moving = self.shared.held[i], self.shared.moving[i]
             slot = self.slot(i, step) if self.work.stages[i] > 1 else first
-            self.engine.inner(accumulator, held, mine, moving, slot)
+            self.engine.matmul_nt(accumulator, held, mine, moving, slot)
 
     def sum_up(self, accumulators, left, step, which) -> None:
         """Add a tile: weights times gradients of outputs, gradients of logits times the rest."""
         for accumulator, x, i in zip(accumulators, left, which, strict=True):
-            self.engine.outer(accumulator, x, self.shared.moving[i], self.slot(i, step))
+            self.engine.matmul_nn(accumulator, x, self.shared.moving[i], self.slot(i, step))
 
     def gradients(
         self, accumulators, j, step, with_mask, taken, begin=lambda: 0, between=lambda weights: 0
@@ -220,13 +220,13 @@ class Walked:
         """
         self.start_products(accumulators, step, self.part.products)
         others = begin()
-        second = sum(self.shared.moving[i].shape.strips for i in self.part.products[1:])
-        logits = self.engine.read(accumulators[0], others + second)
+        second = sum(self.shared.moving[i].shape.panels for i in self.part.products[1:])
+        logits = self.engine.read_accumulator(accumulators[0], others + second)
         weights = self.weights(j, step, with_mask, logits)
         if self.ahead:
             weights = _computed(*weights)
         others += between(weights)
-        d_weights = self.engine.read(accumulators[1], others) if second else None
+        d_weights = self.engine.read_accumulator(accumulators[1], others) if second else None
         return self.gradients_of(weights, j, step, d_weights, taken)
 
     # How the exponentials get hidden behind the second product: the assembler would move them
@@ -258,9 +258,9 @@ class Walked:
     def term(self, i, step):
         """A number for each query, along the rows or columns that are queries."""
         if not self.part.for_keys:
-            return gpu.along_rows(self.row_terms[i], self.shape)
-        part = gpu.load(self.shared.terms.at[self.slot(0, step), i], gpu.columns_layout())
-        return gpu.along_columns(part, self.shape)
+            return gpu.broadcast_rows(self.row_terms[i], self.shape)
+        part = gpu.load(self.shared.terms.at[self.slot(0, step), i], gpu.column_layout())
+        return gpu.broadcast_columns(part, self.shape)
 
     def weights(self, j, step, with_mask, products):
         """Weights as they are summed, as they are, and times the slope of their logits.

@@ -18,11 +18,13 @@ from jax import lax
 from jax.scipy.special import logsumexp
 
 from ejkernel.kernels.common import mosaic_gpu as gpu
+from ejkernel.kernels.common.constants import LOG2_E
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
 from ejkernel.kernels.flash_attention.pallas_sm90.deal import Units
-from ejkernel.kernels.flash_attention.pallas_sm90.logits import LOG2_E, ROWS, Operands, Tile, Tiles
+from ejkernel.kernels.flash_attention.pallas_sm90.logits import ROWS, Operands, Tile, Tiles
 from ejkernel.kernels.flash_attention.pallas_sm90.schedule import tile_counts, visibility, walk
 from ejkernel.kernels.flash_attention.pallas_sm90.staged_bias import Brought
+from ejkernel.ops.platform import Device
 from ejkernel.types.rules import Everything
 
 # The peak of a row that has seen nothing: finite, so that -inf less than it is -inf and not NaN.
@@ -32,8 +34,8 @@ SLACK = 8.0
 # Logits known to lie between plus and minus so many powers of two need no peak at all: sums over
 # all keys, times any value that a model has, are still numbers. Weights are, too, in bfloat16.
 BOUND = 80.0
-# Shared memory of a block less its barriers: nothing here is summed through it.
-_SHARED_BYTES = 232448 - 1024
+# Nothing here is reduced through shared memory.
+_SHARED_BYTES = gpu.SHARED_MEMORY - gpu.BARRIER_RESERVE
 
 
 def whole_tiles(inputs: Inputs) -> bool:
@@ -47,7 +49,7 @@ def forward(
     inputs: Inputs,
     spec: Spec,
     tiles: Tiles,
-    interpreted: bool = False,
+    device: Device,
     queries: int | None = None,
 ) -> Outputs:
     """Output and log-sum-exp.
@@ -56,6 +58,7 @@ def forward(
     """
     b, t, n, _ = inputs.query.shape
     s, v = inputs.value.shape[1], inputs.value.shape[3]
+    interpreted = gpu.is_interpreted(device)
     rule = inputs.mask or Everything()
     lines, blocks = -(-t // tiles.block_q), -(-s // tiles.block_k)
     q_size, kv_size = lines * tiles.block_q, blocks * tiles.block_k
@@ -65,7 +68,7 @@ def forward(
         group=1,
         pairs=b * inputs.key.shape[2],
         shared_bytes=(inputs.key.nbytes + inputs.value.nbytes) // (b * inputs.key.shape[2]),
-        workers=min(gpu.MULTIPROCESSORS, b * n * lines),
+        workers=min(gpu.multiprocessors(device), b * n * lines),
     )
     plan = walk(rule, units, queries or t, s, tiles.block_q, tiles.block_k)
     seen = visibility(rule, queries or t, s, queries or q_size, kv_size)
@@ -88,15 +91,13 @@ def forward(
     }
     work = _Forward(spec, tiles, operands, inputs, plan.index.shape, interpreted)
     matrices, stages, consumers = work.matrices, tiles.stages, tiles.consumers
-    take = functools.partial(gpu.allocate, interpreted)
-    scratch = {name: take(matrix) for name, matrix in matrices.items()}
+    scratch = {name: matrix.allocate(interpreted) for name, matrix in matrices.items()}
 
     def body(*refs: Any, **shared: Any) -> None:
         work.body(dict(zip(arrays, refs, strict=False)), *refs[len(arrays) :], **shared)
 
     run = gpu.kernel(
         body,
-        interpreted,
         out_type=(
             jax.ShapeDtypeStruct((b, t, n, v), inputs.query.dtype),
             jax.ShapeDtypeStruct((b, n, q_size), jnp.float32),
@@ -104,18 +105,17 @@ def forward(
         scratch_types={
             **scratch,
             **work.brought.scratch(interpreted),
-            "query_here": gpu.barriers(matrices["queries"].count, matrices["queries"].strips),
+            "query_here": gpu.barriers(matrices["queries"].count, matrices["queries"].panels),
             "query_free": gpu.barriers(matrices["queries"].count),
-            "key_here": gpu.barriers(stages, matrices["keys"].strips),
+            "key_here": gpu.barriers(stages, matrices["keys"].panels),
             "key_free": gpu.barriers(stages, consumers),
-            "value_here": gpu.barriers(stages, matrices["values"].strips),
+            "value_here": gpu.barriers(stages, matrices["values"].panels),
             "value_free": gpu.barriers(stages, consumers),
             "turn": gpu.barriers(consumers),
         },
-        grid=(units.workers,),
-        grid_names=("block",),
-        num_threads=consumers + 1,
-        thread_name="warpgroup",
+        blocks=units.workers,
+        warpgroups=consumers + 1,
+        interpreted=interpreted,
     )
     out, lse = run(*arrays.values())
     return Outputs(out, lse[..., :t])
@@ -136,8 +136,9 @@ class _Forward:
         self.group = self.heads // inputs.key.shape[2]
         self.dtype = inputs.query.dtype
         self.list_rows, self.list_heads, self.lines, self.blocks = lists
-        self.engine = gpu.EMULATION if interpreted else gpu.HARDWARE
-        matrices = functools.partial(gpu.Matrices, self.dtype, whole=whole_tiles(inputs))
+        self.engine = gpu.INTERPRETED if interpreted else gpu.WGMMA
+        whole = whole_tiles(inputs)
+        matrices = functools.partial(gpu.SharedMatrices, self.dtype, whole_tiles=whole)
         keys = matrices(tiles.stages, tiles.block_k, inputs.key.shape[3])
         values = matrices(tiles.stages, tiles.block_k, inputs.value.shape[3])
         self.value_columns = values.columns
@@ -169,10 +170,10 @@ class _Forward:
         """What every warpgroup does."""
         self.refs, self.out, self.lse = refs, out, lse
         for name, matrix in self.matrices.items():
-            (shared[name],) = gpu.bind(self.interpreted, shared[name], matrix)
+            shared[name] = matrix.bind(shared[name], self.interpreted)
         self.shared = types.SimpleNamespace(**{"results": shared["queries"]} | shared)
 
-        gpu.divide_roles(
+        gpu.specialise_warpgroups(
             self.tiles.consumers, lambda: self.each_unit(self.copy_unit), self.compute_units
         )
 
@@ -186,7 +187,7 @@ class _Forward:
 
     def each_unit(self, program) -> None:
         """`step = program(lap, step, unit, tiles)` for the units of this block."""
-        gpu.each_unit(self.refs["order"], program, self.refs["tiles"])
+        gpu.for_each_work_item(self.refs["order"], program, self.refs["tiles"])
 
     def unpack(self, unit):
         """Batch row, head, line and list of a unit."""
@@ -211,15 +212,15 @@ class _Forward:
             gpu.pl.when(lap >= self.rooms)(
                 lambda room=room: plgpu.barrier_wait(self.shared.query_free.at[room])
             )
-            rows = gpu.pl.ds(line * tiles.block_q + w * ROWS, ROWS)
+            first = line * tiles.block_q + w * ROWS
             here = self.shared.query_here.at[room]
-            self.shared.queries.fetch(self.refs["query"], row, rows, head, room, here)
+            self.shared.queries.load(self.refs["query"], row, first, head, room, here)
         key_head = lax.div(head, self.group)
 
         def tile(j, step):
             slot = lax.rem(step, tiles.stages)
             block = self.refs["index"][lists * self.blocks + j]
-            rows = gpu.pl.ds(block * tiles.block_k, tiles.block_k)
+            first = block * tiles.block_k
             for name, room in (("key", self.shared.keys), ("value", self.shared.values)):
                 free, here = (
                     getattr(self.shared, f"{name}_free"),
@@ -228,7 +229,7 @@ class _Forward:
                 gpu.pl.when(step >= tiles.stages)(
                     lambda free=free: plgpu.barrier_wait(free.at[slot])
                 )
-                room.fetch(self.refs[name], row, rows, key_head, slot, here.at[slot])
+                room.load(self.refs[name], row, first, key_head, slot, here.at[slot])
                 if name == "key":
                     at = line * tiles.block_q, block * tiles.block_k
                     self.brought.copy(self.shared, self.refs, step, row, head, *at)
@@ -282,7 +283,7 @@ class _Forward:
                 # total need not be multiplied.
                 new_peak = jnp.where(top > peak + SLACK, top, peak)
                 shrink = jnp.exp2(peak - new_peak)
-                weights = jnp.exp2(logits * factor - gpu.along_rows(new_peak, logits.shape))
+                weights = jnp.exp2(logits * factor - gpu.broadcast_rows(new_peak, logits.shape))
                 mass = mass * shrink
             mass = mass + gpu.reduce_rows(weights, jnp.add, jnp.sum)
             if tile.drops:
@@ -296,7 +297,7 @@ class _Forward:
         plgpu.barrier_wait(self.shared.key_here.at[slot])
 
         def first(accumulators, values):
-            engine.inner(accumulators[0], shared.queries, mine(), shared.keys, slot)
+            engine.matmul_nt(accumulators[0], shared.queries, mine(), shared.keys, slot)
             if self.rooms > 1:
                 gpu.pl.when(lap > 0)(lambda: self.give_back(self.room(lap - 1, warpgroup)))
 
@@ -321,14 +322,14 @@ class _Forward:
             def both(accumulators, values):
                 total, logits = accumulators
                 peak, mass, weights, shrink = values
-                engine.inner(logits, shared.queries, mine(), shared.keys, slot)
-                engine.outer(total, weights[...], shared.values, before)
+                engine.matmul_nt(logits, shared.queries, mine(), shared.keys, slot)
+                engine.matmul_nn(total, weights[...], shared.values, before)
                 if self.turns:
                     following = lax.rem(warpgroup + 1, tiles.consumers)
                     plgpu.barrier_arrive(self.shared.turn.at[following])
                 # With a mask there are not enough registers for it beside the logits.
                 bias = None if masked else bias_of(step)
-                new_logits = engine.read(logits, unfinished=shared.values.shape.strips)
+                new_logits = engine.read_accumulator(logits, pending=shared.values.shape.panels)
                 bias = bias_of(step) if masked else bias
                 plgpu.barrier_arrive(self.shared.key_free.at[slot])
                 found = softmax(new_logits, at, with_mask, peak[...], mass[...], bias)
@@ -348,7 +349,7 @@ class _Forward:
             *state, shrink = state
             if not self.bounded:
                 # Partial tiles come first, when peaks still move; and they need the registers.
-                total = engine.scale_rows(total, shrink, always=with_mask)
+                total = engine.rescale_rows(total, shrink, unconditional=with_mask)
             return step + 1, total, *state
 
         carry = (step + 1, gpu.full((ROWS, self.value_columns), 0.0), peak, mass, weights)
@@ -363,7 +364,7 @@ class _Forward:
         slot = lax.rem(step - 1, tiles.stages)
 
         def last(accumulators, values):
-            engine.outer(accumulators[0], weights, shared.values, slot)
+            engine.matmul_nn(accumulators[0], weights, shared.values, slot)
 
         ((total,), _) = engine.run(last, (total,))
         plgpu.barrier_arrive(self.shared.value_free.at[slot])
@@ -389,11 +390,11 @@ class _Forward:
             whole = mass + jnp.exp2(self.refs["sinks"][head] - peak)
         share = jnp.where(seen, 1.0 / (whole * (1.0 - self.spec.dropout_prob)), 0.0)
         lse = jnp.where(seen, peak / LOG2_E + jnp.log(mass), -jnp.inf)
-        total = (total * gpu.along_rows(share, total.shape)).astype(self.dtype)
+        total = (total * gpu.broadcast_rows(share, total.shape)).astype(self.dtype)
         rows = gpu.pl.ds(first_row, ROWS)
         # The memory may hold the last result, and no warp may still multiply what lies in it.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        self.shared.results.put(room, total)
+        self.shared.results.write(room, total)
         plgpu.commit_smem()
-        self.shared.results.store(self.out, row, rows, head, room)
+        self.shared.results.store(self.out, row, first_row, head, room)
         self.lse[row, head, rows] = lse

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -11,11 +10,13 @@ from jax import lax
 
 from ejkernel.kernels.common import dropout
 from ejkernel.kernels.common import mosaic_gpu as gpu
+from ejkernel.kernels.common.constants import LOG2_E
 from ejkernel.kernels.flash_attention.inputs import Inputs, Spec
 from ejkernel.kernels.flash_attention.pallas_sm90.schedule import Visibility
 
 ROWS = 64  # of a tile: what a warpgroup multiplies at once
-LOG2_E = math.log2(math.e)
+# Shared memory for the operands of the forward pass.
+SHARED_BYTES = gpu.SHARED_MEMORY - gpu.SHARED_MEMORY_RESERVE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Tiles:
         would reach into those of another, and have memory of their own.
         """
         rows = self.block_q + self.stages * self.block_k
-        fits = 2 * rows * (head_dim + value_dim) <= gpu.SHARED_BYTES
+        fits = 2 * rows * (head_dim + value_dim) <= SHARED_BYTES
         return 2 if fits and head_dim == value_dim else 1
 
 
@@ -143,7 +144,7 @@ class Tile:
         first_row: Any,
         columns: int,
         transposed: bool = False,
-        engine: gpu.Hardware | None = None,
+        engine: gpu.WgmmaEngine | None = None,
     ):
         self.spec, self.operands, self.refs = spec, operands, refs
         self.row, self.head, self.first_row = row, head, first_row
@@ -190,14 +191,14 @@ class Tile:
         names = [condition.prefix + kind for kind in ("lower", "upper")]
         bounds = [self._of_rows[name] - at if name in refs else None for name in names]
         if any(bound is not None for bound in bounds):
-            logits = self.engine.hide(logits, *bounds)
+            logits = self.engine.mask_columns(logits, *bounds)
         if parts := self._parts(condition, at, bounds=False):
             logits = jnp.where(functools.reduce(jnp.logical_and, parts), logits, -jnp.inf)
         return logits
 
     def kept(self, at: Any) -> jax.Array:
         """Which weights dropout keeps."""
-        row = gpu.along_rows(gpu.row_index(ROWS) + self.first_row, self.shape)
+        row = gpu.broadcast_rows(gpu.row_index(ROWS) + self.first_row, self.shape)
         column = gpu.column_index(self.shape) + at
         query, key = (column, row) if self.transposed else (row, column)
         return dropout.keep(
@@ -230,18 +231,18 @@ class Tile:
             if name not in self.refs or not bounds:
                 continue
             if self.transposed:
-                key = gpu.along_rows(gpu.row_index(ROWS) + self.first_row, self.shape)
-                bound = gpu.along_columns(self._columns(self.refs[name], at), self.shape)
+                key = gpu.broadcast_rows(gpu.row_index(ROWS) + self.first_row, self.shape)
+                bound = gpu.broadcast_columns(self._columns(self.refs[name], at), self.shape)
             else:
                 key = gpu.column_index(self.shape)
-                bound = gpu.along_rows(self._of_rows[name] - at, self.shape)
+                bound = gpu.broadcast_rows(self._of_rows[name] - at, self.shape)
             parts.append(compare(key, bound))
         for i in range(condition.pairs):
             mine, other = ("key", "query") if self.transposed else ("query", "key")
             number = self._of_rows[f"{condition.prefix}{mine}_number_{i}"]
             others = self._columns(self.refs[f"{condition.prefix}{other}_number_{i}"], at)
-            others = gpu.along_columns(others, self.shape)
-            parts.append(gpu.along_rows(number, self.shape) == others)
+            others = gpu.broadcast_columns(others, self.shape)
+            parts.append(gpu.broadcast_rows(number, self.shape) == others)
         if (name := condition.prefix + "dense") in self.refs:
             ref = self.refs[name]
             row, head = self.broadcast(ref)
@@ -263,11 +264,11 @@ class Tile:
             part = gpu.load(ref.at[row, head, rows, columns], gpu.plgpu.Layout.WGMMA)
             return part.astype(jnp.float32)
         if t > 1:
-            part = gpu.load(ref.at[row, head, rows, 0], gpu.rows_layout())
-            return gpu.along_rows(part.astype(jnp.float32), self.shape)
+            part = gpu.load(ref.at[row, head, rows, 0], gpu.row_layout())
+            return gpu.broadcast_rows(part.astype(jnp.float32), self.shape)
         if s > 1:
-            part = gpu.load(ref.at[row, head, 0, columns], gpu.columns_layout())
-            return gpu.along_columns(part.astype(jnp.float32), self.shape)
+            part = gpu.load(ref.at[row, head, 0, columns], gpu.column_layout())
+            return gpu.broadcast_columns(part.astype(jnp.float32), self.shape)
         return lax.broadcast_in_dim(ref[row, head, 0, 0].astype(jnp.float32), self.shape, ())
 
     def broadcast(self, ref: Any) -> tuple[Any, Any]:
@@ -277,9 +278,9 @@ class Tile:
     def _rows(self, ref: Any) -> jax.Array:
         """A number for each row of the tile, from [b' or 1, length]."""
         row = self.row if ref.shape[0] > 1 else 0
-        return gpu.load(ref.at[row, gpu.pl.ds(self.first_row, ROWS)], gpu.rows_layout())
+        return gpu.load(ref.at[row, gpu.pl.ds(self.first_row, ROWS)], gpu.row_layout())
 
     def _columns(self, ref: Any, at: Any) -> jax.Array:
         """A number for each column of the tile, from [b' or 1, length]."""
         row = self.row if ref.shape[0] > 1 else 0
-        return gpu.load(ref.at[row, gpu.pl.ds(at, self.shape[1])], gpu.columns_layout())
+        return gpu.load(ref.at[row, gpu.pl.ds(at, self.shape[1])], gpu.column_layout())

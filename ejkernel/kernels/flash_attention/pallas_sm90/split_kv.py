@@ -13,6 +13,7 @@ from ejkernel.kernels.common.sinks import share_of_keys
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
 from ejkernel.kernels.flash_attention.pallas_sm90 import forward as pallas_gpu_forward
 from ejkernel.kernels.flash_attention.pallas_sm90.logits import ROWS
+from ejkernel.ops.platform import Device
 from ejkernel.types.rules import Everything
 
 # A part of the keys shorter than this does not pay for being put together.
@@ -41,15 +42,13 @@ def packed(inputs: Inputs) -> Inputs:
     return inputs._replace(query=query, bias=bias, sinks=None)
 
 
-def forward(
-    inputs: Inputs, spec: Spec, tiles: pallas_gpu_forward.Tiles, interpreted: bool = False
-) -> Outputs:
+def forward(inputs: Inputs, spec: Spec, tiles: pallas_gpu_forward.Tiles, device: Device) -> Outputs:
     """Output and log-sum-exp."""
     b, t, n, _ = inputs.query.shape
     k, v, group = inputs.key.shape[2], inputs.value.shape[3], _group(inputs)
-    parts = _parts(inputs)
+    parts = _parts(inputs, gpu.multiprocessors(device))
     few = _split(packed(inputs), parts, queries=t)
-    found = pallas_gpu_forward.forward(few, spec, tiles, interpreted, queries=t)
+    found = pallas_gpu_forward.forward(few, spec, tiles, device, queries=t)
     lse = found.lse[..., : group * t].reshape(b, parts, k * group, t)
     out = found.out[:, : group * t].reshape(b, parts, group, t, k, v)
     out = out.transpose(0, 1, 3, 4, 2, 5).reshape(b, parts, t, n, v)
@@ -74,15 +73,15 @@ def _filled(x: jax.Array, axis: int) -> jax.Array:
     return jnp.pad(x, padding)
 
 
-def _parts(inputs: Inputs) -> int:
+def _parts(inputs: Inputs, multiprocessors: int) -> int:
     """Into how many parts to cut the keys: those that keep the most multiprocessors at work."""
     keys, units = inputs.key.shape[1], inputs.key.shape[0] * inputs.key.shape[2]
     best, busiest = 1, 0.0
     for parts in (2**i for i in range(_MOST_PARTS.bit_length())):
         if parts > 1 and (keys % (8 * parts) or keys // parts < _FEWEST_KEYS):
             break
-        laps = -(-units * parts // gpu.MULTIPROCESSORS)
-        busy = units * parts / (laps * gpu.MULTIPROCESSORS)
+        laps = -(-units * parts // multiprocessors)
+        busy = units * parts / (laps * multiprocessors)
         if busy > busiest + 0.05:  # each doubling costs something
             best, busiest = parts, busy
     return best

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
+from jax import lax
 
 from ejkernel.kernels.common import mosaic_gpu as gpu
 from ejkernel.kernels.flash_attention.pallas_sm90.logits import ROWS, broadcast
@@ -46,20 +47,20 @@ class Brought:
         return {name: ref for name, ref in refs.items() if name != "bias" or not self}
 
     @property
-    def matrices(self) -> gpu.Matrices:
+    def matrices(self) -> gpu.SharedMatrices:
         shape = (self.columns, ROWS) if self.transposed else (ROWS, self.columns)
-        return gpu.Matrices(self.dtype, self.consumers * self.slots, *shape, True)
+        return gpu.SharedMatrices(self.dtype, self.consumers * self.slots, *shape, True)
 
     def scratch(self, interpreted: bool) -> dict[str, Any]:
         """Shared memory and barriers, by name."""
         if not self:
             return {}
         barriers = gpu.barriers(self.consumers * self.slots)
-        biases = gpu.allocate(interpreted, self.matrices)
+        biases = self.matrices.allocate(interpreted)
         return {"biases": biases, "bias_here": barriers, "bias_free": barriers}
 
     def slot(self, warpgroup: Any, step: Any) -> Any:
-        return warpgroup * self.slots + gpu.lax.rem(step, self.slots)
+        return warpgroup * self.slots + lax.rem(step, self.slots)
 
     def copy(
         self, shared: Any, refs: Any, step: Any, row: Any, head: Any, first_row: Any, at: Any
@@ -85,7 +86,7 @@ class Brought:
             return None
         slot = self.slot(warpgroup, step)
         gpu.plgpu.barrier_wait(shared.bias_here.at[slot])
-        found = self._registers(shared.biases.at[slot], engine is gpu.EMULATION)
+        found = self._registers(shared.biases.at[slot], engine is gpu.INTERPRETED)
         # A thread's own reads are ordered before a later copy by a fence alone, not by a barrier.
         gpu.plgpu.commit_smem()
         gpu.plgpu.barrier_arrive(shared.bias_free.at[slot])

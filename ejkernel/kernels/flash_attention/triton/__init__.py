@@ -20,37 +20,46 @@ from ejkernel.kernels.flash_attention.triton.configs import (
 from ejkernel.kernels.flash_attention.triton.operands import padded, plan
 from ejkernel.ops.config import BwdParams, FwdParams
 from ejkernel.ops.implementation import Implementation, Pass
-from ejkernel.ops.platform import Device, device_of
+from ejkernel.ops.platform import Device
 
 _LOG2_E = 1.4426950408889634
 _WIDEST = 256  # head dim
 
 
-def run_forward(inputs: Inputs, spec: Spec, params: FwdParams | None) -> tuple[Outputs, Outputs]:
+def run_forward(
+    inputs: Inputs, spec: Spec, params: FwdParams | None, device: Device
+) -> tuple[Outputs, Outputs]:
     """Outputs, which are also the residuals."""
-    shape = forward_shape(inputs, spec, params or FwdParams())
-    outputs = triton_gpu_forward.forward(inputs, spec, *shape)
+    shape = forward_shape(inputs, spec, params or FwdParams(), device)
+    outputs = triton_gpu_forward.forward(inputs, spec, *shape, device)
     return outputs, outputs
 
 
 def run_backward(
-    inputs: Inputs, residuals: Outputs, d_outputs: Outputs, spec: Spec, params: BwdParams | None
+    inputs: Inputs,
+    residuals: Outputs,
+    d_outputs: Outputs,
+    spec: Spec,
+    params: BwdParams | None,
+    device: Device,
 ) -> Inputs:
     """Gradients, shaped like the inputs; None where there is none."""
-    by_keys, by_queries = backward_shapes(inputs, spec, params or BwdParams())
+    by_keys, by_queries = backward_shapes(inputs, spec, params or BwdParams(), device)
     terms = row_terms(inputs, residuals, d_outputs)
     d_out = d_outputs.out.astype(inputs.query.dtype)
     columns = plan(inputs, spec, by_keys.block_q, by_keys.block_k, columns=True)
     rows = plan(inputs, spec, by_queries.block_q, by_queries.block_k)
     d_key, d_value = triton_gpu_backward.keys_and_values(
-        inputs, d_out, terms, columns, *by_keys[2:]
+        inputs, d_out, terms, columns, *by_keys[2:], device
     )
-    terms[0] = triton_bridge.after(terms[0], d_key)
-    d_query, taken = triton_gpu_backward.queries(inputs, d_out, terms, rows, *by_queries[2:])
+    terms[0] = triton_bridge.interpreted_after(terms[0], d_key)
+    d_query, taken = triton_gpu_backward.queries(
+        inputs, d_out, terms, rows, *by_queries[2:], device
+    )
     d_bias = d_sinks = None
     if inputs.bias is not None:
-        terms[0] = triton_bridge.after(terms[0], d_query)
-        d_bias = triton_gpu_bias.bias_gradient(inputs, d_out, terms, rows, *by_queries[2:])
+        terms[0] = triton_bridge.interpreted_after(terms[0], d_query)
+        d_bias = triton_gpu_bias.bias_gradient(inputs, d_out, terms, rows, *by_queries[2:], device)
     if inputs.sinks is not None:
         d_sinks = per_sink(-(taken * (1.0 - terms[2])).sum((0, 2)), inputs.sinks)
     return Inputs(d_query, d_key, d_value, bias=d_bias, sinks=d_sinks, mask=None)
@@ -74,9 +83,9 @@ def row_terms(inputs: Inputs, residuals: Outputs, d_outputs: Outputs) -> list[ja
     return [safe_lse, share * delta - d_lse, share]
 
 
-def forward_shape(inputs: Inputs, spec: Spec, params: FwdParams) -> Shape:
+def forward_shape(inputs: Inputs, spec: Spec, params: FwdParams, device: Device) -> Shape:
     """What was asked for, in sizes that a tile can have; the rest as guessed."""
-    guess = forward_shapes(inputs, spec, _device(inputs))[0]
+    guess = forward_shapes(inputs, spec, device)[0]
     return Shape(
         padded(params.q_blocksize or guess.block_q),
         padded(params.kv_blocksize or guess.block_k),
@@ -85,9 +94,11 @@ def forward_shape(inputs: Inputs, spec: Spec, params: FwdParams) -> Shape:
     )
 
 
-def backward_shapes(inputs: Inputs, spec: Spec, params: BwdParams) -> tuple[Shape, Shape]:
+def backward_shapes(
+    inputs: Inputs, spec: Spec, params: BwdParams, device: Device
+) -> tuple[Shape, Shape]:
     """The same for the kernels of keys and values, and of queries."""
-    guess = backward_pairs(inputs, spec, _device(inputs))[0]
+    guess = backward_pairs(inputs, spec, device)[0]
     launch = (params.num_warps or guess.warps, params.num_stages or guess.stages)
     asked = (params.q_blocksize, params.kv_blocksize), (params.blocksize_m, params.blocksize_n)
     by_keys, by_queries = (
@@ -95,10 +106,6 @@ def backward_shapes(inputs: Inputs, spec: Spec, params: BwdParams) -> tuple[Shap
         for given, own in zip(asked, (guess.keys, guess.queries), strict=True)
     )
     return by_keys, by_queries
-
-
-def _device(inputs: Inputs) -> Device:
-    return device_of(jax.tree.leaves(inputs))
 
 
 def why_not(inputs: Inputs, spec: Spec, device: Device) -> str | None:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from ejkernel.kernels.common import dropout
 from ejkernel.kernels.common.triton.bridge import matmul_precision
+from ejkernel.kernels.common.triton.device_types import StaticArguments
 from ejkernel.kernels.flash_attention.inputs import Inputs, Spec
 from ejkernel.types.block_map import EMPTY, FULL, block_map
 from ejkernel.types.rule_arrays import LARGE, bounded
@@ -41,7 +42,7 @@ _LOG2_E = math.log2(math.e)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Mode:
+class Mode(StaticArguments):
     """All that is static of a launch; what is counted or asked for stands as a number."""
 
     batch: int

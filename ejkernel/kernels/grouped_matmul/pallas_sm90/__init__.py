@@ -1,30 +1,40 @@
-"""Grouped matmul on Hopper GPUs, in Pallas: who can be served, and with which tiles."""
+"""Grouped matmul on Hopper GPUs, in Pallas Mosaic GPU: dispatch, and what the kernels support.
 
-from collections.abc import Callable
-from typing import Any
+The kernels take rows sorted by group: `forward` the grouped matmul, `weight_grad` its transposed
+form. `configs` chooses their tiles, `schedule` orders them, `pipeline` has the ring buffer and the
+epilogue of both.
+"""
 
-import jax
+import functools
+
 import jax.numpy as jnp
 
-from ejkernel import settings
 from ejkernel.kernels.common import mosaic_gpu as gpu
 from ejkernel.kernels.grouped_matmul.config import GroupedMatmulConfig
-from ejkernel.kernels.grouped_matmul.inputs import Inputs, Outputs, Spec
-from ejkernel.kernels.grouped_matmul.layout import Layout, sorted_backward, sorted_forward
-from ejkernel.kernels.grouped_matmul.pallas_sm90.forward import rows_times_weights
-from ejkernel.kernels.grouped_matmul.pallas_sm90.plan import ROWS, Tiles, fitting, plan
-from ejkernel.kernels.grouped_matmul.pallas_sm90.weights import rows_times_rows
+from ejkernel.kernels.grouped_matmul.inputs import KERNEL_FEATURES, Inputs, Outputs, Spec
+from ejkernel.kernels.grouped_matmul.layout import sorted_backward, sorted_forward
+from ejkernel.kernels.grouped_matmul.pallas_sm90.configs import (
+    candidates_backward,
+    candidates_forward,
+    gmm_tiles,
+    heuristic_backward,
+    heuristic_forward,
+    tgmm_tiles,
+)
+from ejkernel.kernels.grouped_matmul.pallas_sm90.forward import gmm
+from ejkernel.kernels.grouped_matmul.pallas_sm90.weight_grad import tgmm
 from ejkernel.ops.implementation import Implementation, Pass
-from ejkernel.ops.platform import Device, Platform, device_of
+from ejkernel.ops.platform import Device, Platform
 
-NARROW = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+_OPERAND_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
 def run_forward(
-    inputs: Inputs, spec: Spec, params: GroupedMatmulConfig | None
+    inputs: Inputs, spec: Spec, params: GroupedMatmulConfig | None, device: Device
 ) -> tuple[Outputs, tuple[()]]:
-    """The product of each row and its weight; the backward pass needs nothing of it."""
-    return sorted_forward(inputs, spec, _times_weights(inputs, params)), ()
+    """Each row times its weight; there are no residuals."""
+    tiles = gmm_tiles(inputs, params)
+    return sorted_forward(inputs, spec, functools.partial(gmm, tiles=tiles, device=device)), ()
 
 
 def run_backward(
@@ -33,39 +43,26 @@ def run_backward(
     d_outputs: Outputs,
     spec: Spec,
     params: GroupedMatmulConfig | None,
+    device: Device,
 ) -> Inputs:
-    """Gradients: the rows times the transposed weights, and for each weight a sum over its rows."""
-    tiles, interpreted = chosen_weight_tiles(inputs, params), _interpreted(inputs)
-
-    def weight_gradient(left: Any, right: Any, layout: Layout, dtype: Any) -> jax.Array:
-        return rows_times_rows(left, right, layout.starts, layout.ends, tiles, interpreted)
-
-    return sorted_backward(inputs, d_outputs, spec, _times_weights(inputs, params), weight_gradient)
-
-
-def _times_weights(inputs: Inputs, params: GroupedMatmulConfig | None) -> Callable[..., jax.Array]:
-    """The product of sorted rows and the weights of their groups."""
-    tiles, interpreted = chosen_tiles(inputs, params), _interpreted(inputs)
-
-    def run(rows: Any, weights: Any, axis: int, layout: Layout, dtype: Any) -> jax.Array:
-        found = plan(layout.starts, layout.ends, rows.shape[0], tiles.block_m)
-        return rows_times_weights(rows, weights, found, axis == 2, dtype, tiles, interpreted)
-
-    return run
+    """The gradients of rows, weights and `existing_out`."""
+    return sorted_backward(
+        inputs,
+        d_outputs,
+        spec,
+        functools.partial(gmm, tiles=gmm_tiles(inputs, params), device=device),
+        functools.partial(tgmm, tiles=tgmm_tiles(inputs, params), device=device),
+    )
 
 
 def why_not(inputs: Inputs, spec: Spec, device: Device) -> str | None:
-    """What keeps these kernels from taking the call, or None."""
-    interpreted = settings.interpret() and device.platform != "gpu"
-    if reason := gpu.why_missing(interpreted):
+    """Why the kernels do not support a call, or None."""
+    if reason := gpu.why_not_hopper(device):
         return reason
-    if device.compute_capability != (9, 0) and not interpreted:
-        has = device.compute_capability and ".".join(map(str, device.compute_capability))
-        return f"needs compute capability 9.0 (Hopper), and {device.kind} has {has or 'none'}"
     dtypes = {jnp.dtype(x.dtype) for x in inputs[:2]}
-    if len(dtypes) > 1 or not dtypes <= set(NARROW):
+    if len(dtypes) > 1 or not dtypes <= set(_OPERAND_DTYPES):
         return f"needs bfloat16 or float16 alone, got {', '.join(sorted(map(str, dtypes)))}"
-    if spec.output_dtype(inputs) not in (*NARROW, jnp.dtype(jnp.float32)):
+    if spec.output_dtype(inputs) not in (*_OPERAND_DTYPES, jnp.dtype(jnp.float32)):
         return f"gives bfloat16, float16 or float32, not {spec.output_dtype(inputs)}"
     k, n = inputs.weights.shape[1:][:: -1 if spec.transpose_rhs else 1]
     for name, size in (("k", k), ("n", n)):
@@ -75,7 +72,7 @@ def why_not(inputs: Inputs, spec: Spec, device: Device) -> str | None:
 
 
 def why_not_backward(inputs: Inputs, spec: Spec, device: Device) -> str | None:
-    """What keeps the backward kernels from taking the call, or None."""
+    """Why the backward kernels do not support a call, or None."""
     if reason := why_not(inputs, spec, device):
         return reason
     if (given := spec.output_dtype(inputs)) != inputs.inputs.dtype:
@@ -83,110 +80,26 @@ def why_not_backward(inputs: Inputs, spec: Spec, device: Device) -> str | None:
     return None
 
 
-def chosen_tiles(inputs: Inputs, params: GroupedMatmulConfig | None) -> Tiles:
-    """The tiles asked for, in sizes that there are; by default those expected to be fastest."""
-    if params is None:
-        params = _params(_default(inputs))
-    block_m = next((size for size in (16, ROWS) if params.block_m <= size), 2 * ROWS)
-    return fitting(block_m, _width(params), max(2, params.num_stages))
-
-
-def chosen_weight_tiles(inputs: Inputs, params: GroupedMatmulConfig | None) -> Tiles:
-    """The same for the gradient of the weights, of which tiles always have 128 lines."""
-    width, stages = (256, 8) if params is None else (_width(params), max(2, params.num_stages))
-    wide = -(-inputs.weights.shape[2] // width) > 8
-    return fitting(2 * ROWS, width, stages, band=4 if wide else 8)
-
-
-def _width(params: GroupedMatmulConfig) -> int:
-    return 128 if params.block_n <= 128 else 256
-
-
-def _rows(inputs: Inputs) -> float:
-    """How many a group has on average."""
-    shape = inputs.inputs.shape
-    return shape[-2] * (shape[0] if len(shape) == 3 else 1) / inputs.weights.shape[0]
-
-
-def _default(inputs: Inputs) -> Tiles:
-    """Tiles with few rows where groups have few: weights are what takes time to bring then.
-
-    Otherwise three steps in flight and room for a whole result, rather than four and half of one.
-    """
-    if (rows := _rows(inputs)) > 48:
-        return fitting(2 * ROWS, 256, stages=3)
-    return fitting(16 if rows <= 8 else ROWS, 256)
-
-
-def _params(tiles: Tiles) -> GroupedMatmulConfig:
-    return GroupedMatmulConfig(
-        block_m=tiles.block_m,
-        block_n=tiles.block_n,
-        block_k=64,
-        num_warps=4 * (tiles.consumers + 1),
-        num_stages=tiles.stages,
-        platform="pallas",
-    )
-
-
-def heuristic(inputs: Inputs, spec: Spec, device: Device) -> GroupedMatmulConfig:
-    """The tiles expected to be fastest."""
-    return _params(_default(inputs))
-
-
-def candidates(inputs: Inputs, spec: Spec, device: Device) -> list[GroupedMatmulConfig]:
-    """All tiles worth timing: those of few rows took twice to eight times as long with many."""
-    few = [(16, 256), (16, 128), (64, 256)]
-    sizes = few if _rows(inputs) <= 48 else [(128, 256, 3), (128, 256), (128, 128)]
-    return [_params(fitting(*size)) for size in sizes]
-
-
-def candidates_backward(inputs: Inputs, spec: Spec, device: Device) -> list[GroupedMatmulConfig]:
-    """The same of the backward pass."""
-    narrow = [(64, 256)] if _rows(inputs) <= 48 else []
-    sizes = [*narrow, (128, 256), (128, 256, 3), (128, 128)]
-    return [_params(fitting(*size)) for size in sizes]
-
-
-def heuristic_backward(inputs: Inputs, spec: Spec, device: Device) -> GroupedMatmulConfig:
-    return _params(fitting(max(ROWS, _default(inputs).block_m), 256))
-
-
 def yields_to(inputs: Inputs, spec: Spec, device: Device) -> frozenset[Platform]:
-    """Rows that are not sorted: Triton's kernels take them from where they are.
+    """Triton, if rows are not sorted: its kernels gather them.
 
-    To sort and copy them, and the results back, takes at least as long as those are slower.
+    To sort and copy the rows, and the results back, takes at least as long as Triton is slower.
     """
     return frozenset() if inputs.group_ids is None else frozenset({Platform.TRITON})
 
 
-def _interpreted(inputs: Inputs) -> bool:
-    return settings.interpret() and device_of(jax.tree.leaves(inputs)).platform != "gpu"
-
-
-_FEATURES = frozenset(
-    {
-        "existing_out",
-        "group_ids",
-        "group_sizes",
-        "groups",
-        "preferred_element_type",
-        "transpose_rhs",
-    }
-)
-
 IMPLEMENTATION = Implementation(
     forward=Pass(
         run=run_forward,
-        features=_FEATURES,
+        features=KERNEL_FEATURES,
         why_not=why_not,
-        heuristic=heuristic,
-        candidates=candidates,
+        heuristic=heuristic_forward,
+        candidates=candidates_forward,
         yields_to=yields_to,
     ),
     backward=Pass(
         run=run_backward,
-        features=_FEATURES,
+        features=KERNEL_FEATURES,
         why_not=why_not_backward,
         heuristic=heuristic_backward,
         candidates=candidates_backward,

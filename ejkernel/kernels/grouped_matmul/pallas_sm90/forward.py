@@ -1,261 +1,311 @@
-"""Rows times the weight of their group on Hopper: one kernel that stays and walks a list of tiles.
+"""The `gmm` kernel on Hopper: each row times its weight, forward and for the gradient of the rows.
 
-One warpgroup copies, one or two compute, 64 rows each, with as many columns as fit in registers.
-The copies run several steps ahead, across tiles, and results leave while the next tile is computed.
+A persistent, warp-specialised kernel. The producer warpgroup fills a ring buffer several steps
+ahead, across tiles. One or two consumer warpgroups compute 64 rows each, with as many columns as
+fit in registers, and store a result while the next tile is computed.
 """
 
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.experimental.pallas import Slice
 
 from ejkernel.kernels.common import mosaic_gpu as gpu
-from ejkernel.kernels.grouped_matmul.pallas_sm90.memory import (
-    EMULATION,
-    HARDWARE,
-    Copy,
-    Memory,
-    Pipe,
-    barriers,
-    interleaved,
-    store,
-    tiled,
+from ejkernel.kernels.common.refs import Index, Ref
+from ejkernel.kernels.grouped_matmul.layout import GroupLayout
+from ejkernel.kernels.grouped_matmul.pallas_sm90.configs import (
+    BLOCK_K,
+    SWIZZLE_BYTES,
+    WARPGROUP_ROWS,
+    HopperTileConfig,
 )
-from ejkernel.kernels.grouped_matmul.pallas_sm90.plan import (
-    ROWS,
-    STEP,
-    Plan,
-    Tiles,
-    each_tile,
-    launch,
-    place,
+from ejkernel.kernels.grouped_matmul.pallas_sm90.pipeline import (
+    INTERPRETED,
+    WGMMA,
+    BufferViews,
+    Epilogue,
+    RingBuffer,
+    SharedBuffer,
+    TmaCopy,
+    allocate,
+    tiled_memory,
+    untiled_memory,
 )
+from ejkernel.kernels.grouped_matmul.pallas_sm90.schedule import (
+    TILE_FIELDS,
+    for_each_tile,
+    schedule_tiles,
+    specialise_over_tiles,
+    thread_blocks,
+    tile_coordinates,
+)
+from ejkernel.ops.platform import Device
 
 
-def rows_times_weights(
+def gmm(
     rows: jax.Array,
     weights: jax.Array,
-    plan: Plan,
-    transposed: bool,
-    dtype: Any,
-    tiles: Tiles,
-    interpreted: bool = False,
+    axis: int,
+    layout: GroupLayout,
+    dtype: np.dtype,
+    tiles: HopperTileConfig,
+    device: Device,
 ) -> jax.Array:
-    """Each row times its weight, [m, n]; 0 for rows without one.
-
-    Args:
-        rows: [m, k].
-        weights: [e, k, n], or [e, n, k] if `transposed`.
-        plan: the tiles of rows.
-        transposed: which of the two.
-        dtype: of the result.
-        tiles: how to cut.
-        interpreted: run in the interpreter.
-    """
-    work = _Forward(rows, weights, transposed, dtype, tiles, plan.tiles.shape[0], interpreted)
-    scratch = {name: memory.allocate() for name, memory in work.memory.items()}
-    if interpreted:
-        scratch["sums"] = gpu.plgpu.SMEM((tiles.consumers, ROWS, tiles.block_n), jnp.float32)
+    """Each row times its weight, contracted with this axis of it; 0 for rows without a weight."""
+    schedule = schedule_tiles(layout.starts, layout.ends, rows.shape[0], tiles.block_m)
+    kernel = _ForwardKernel(rows, weights, axis == 2, dtype, tiles, schedule.tiles.shape[0], device)
     run = gpu.kernel(
-        work.body,
-        interpreted,
-        out_type=jax.ShapeDtypeStruct((rows.shape[0], work.n), dtype),
-        scratch_types={**scratch, **barriers(tiles, work.copies)},
-        **work.launch,
+        kernel.body,
+        out_type=jax.ShapeDtypeStruct((rows.shape[0], kernel.n), dtype),
+        scratch_types=allocate(kernel.buffers, tiles, kernel.copies, kernel.interpreted),
+        blocks=kernel.blocks,
+        warpgroups=tiles.consumers + 1,
+        interpreted=kernel.interpreted,
     )
-    return run(rows, weights, plan.tiles.reshape(-1), plan.passed)
+    return run(rows, weights, schedule.tiles.reshape(-1), schedule.tile_ends)
 
 
-class _Forward:
-    """The kernel: its static numbers, and the programs of its warpgroups."""
+class _ForwardKernel:
+    """The kernel: its static sizes, and the programs of its warpgroups.
 
-    rows: Any  # references, known inside the kernel
-    weights: Any
-    plan: Any
-    passed: Any
-    out: Any
-    shared: dict[str, Any]
-    pipe: Pipe
+    `transposed` weights are [e, n, k]. `body` sets the references.
+    """
 
-    def __init__(self, rows, weights, transposed, dtype, tiles, most, interpreted):
+    rows: Ref
+    weights: Ref
+    schedule: Ref
+    tile_ends: Ref
+    out: Ref
+    smem: dict[str, BufferViews]
+    acc_smem: Ref | None
+    ring: RingBuffer
+
+    def __init__(
+        self,
+        rows: jax.Array,
+        weights: jax.Array,
+        transposed: bool,
+        dtype: np.dtype,
+        tiles: HopperTileConfig,
+        max_tiles: int,
+        device: Device,
+    ):
         self.tiles, self.transposed, self.dtype = tiles, transposed, dtype
-        self.experts, k, n = weights.shape
+        self.weight_count, k, n = weights.shape
         self.k, self.n = (n, k) if transposed else (k, n)
-        self.steps = -(-self.k // STEP)
-        self.columns = -(-self.n // tiles.block_n)
-        self.launch = launch(most * self.columns, tiles)
-        self.interpreted = interpreted
-        self.engine = EMULATION if interpreted else HARDWARE
-        # A copy can cut the weights into the tiles of the tensor cores if it meets whole ones.
-        self.whole = not transposed and self.n % STEP == 0
-        self.strips = 1 if self.whole or transposed else tiles.block_n // STEP
-        self.few = tiles.block_m < ROWS
-        self.apart = tiles.consumers if interpreted else 1  # copies for the rows of a step
-        self.copies = self.apart + self.strips
-        self.memory = self._memory(rows.dtype)
+        self.steps = -(-self.k // BLOCK_K)
+        self.column_tiles = -(-self.n // tiles.block_n)
+        self.blocks = thread_blocks(max_tiles * self.column_tiles, device)
+        self.interpreted = gpu.is_interpreted(device)
+        self.engine = INTERPRETED if self.interpreted else WGMMA
+        # A copy can tile the weights for the tensor cores if n consists of whole tiles. Otherwise
+        # they come in panels of 64 columns, whose layout is the same tiled and untiled.
+        self.whole_tiles = not transposed and self.n % BLOCK_K == 0
+        self.panels = 1 if self.whole_tiles or transposed else tiles.block_n // BLOCK_K
+        self.few_rows = tiles.block_m < WARPGROUP_ROWS
+        row_copies = tiles.consumers if self.interpreted else 1
+        self.copies = row_copies + self.panels
+        self.buffers = self._buffers(rows.dtype)
 
-    def _memory(self, dtype) -> dict[str, Memory]:
-        tiles, stages = self.tiles, self.tiles.stages
-        all_rows = (stages, tiles.consumers * ROWS, STEP)
-        by_warpgroup = (stages, tiles.consumers, ROWS, STEP)
-        left = Memory(
-            interleaved(dtype, *all_rows),
-            tiled(dtype, *by_warpgroup),
-            interpreted=self.interpreted,
+    def _buffers(self, dtype: np.dtype) -> dict[str, SharedBuffer]:
+        tiles, stages, interpreted = self.tiles, self.tiles.stages, self.interpreted
+        all_rows = (stages, tiles.consumers * WARPGROUP_ROWS, BLOCK_K)
+        by_warpgroup = (stages, tiles.consumers, WARPGROUP_ROWS, BLOCK_K)
+        left = SharedBuffer(
+            tiled_memory(dtype, *by_warpgroup),
+            untiled=untiled_memory(dtype, *all_rows),
+            interpreted=interpreted,
         )
-        if self.whole:
-            right = Memory(None, tiled(dtype, stages, STEP, tiles.block_n))
+        if self.whole_tiles:
+            shape = (stages, BLOCK_K, tiles.block_n)
+            right = SharedBuffer(tiled_memory(dtype, *shape), interpreted=interpreted)
         else:
-            shape = (tiles.block_n, STEP) if self.transposed else (self.strips, STEP, STEP)
-            right = Memory(
-                interleaved(dtype, stages, *shape),
-                tiled(dtype, stages, *shape),
-                interpreted=self.interpreted,
+            panels = (self.panels, BLOCK_K, BLOCK_K)
+            shape = (stages, *((tiles.block_n, BLOCK_K) if self.transposed else panels))
+            right = SharedBuffer(
+                tiled_memory(dtype, *shape),
+                untiled=untiled_memory(dtype, *shape),
+                interpreted=interpreted,
             )
-        width = 128 // jnp.dtype(self.dtype).itemsize
-        results = (tiles.consumers, tiles.buffers, ROWS, width)
-        result = Memory(
-            interleaved(self.dtype, *results),
-            tiled(self.dtype, *results),
-            interpreted=self.interpreted,
+        width = SWIZZLE_BYTES // jnp.dtype(self.dtype).itemsize
+        results = (tiles.consumers, tiles.out_buffers, WARPGROUP_ROWS, width)
+        out = SharedBuffer(
+            tiled_memory(self.dtype, *results),
+            untiled=untiled_memory(self.dtype, *results),
+            interpreted=interpreted,
         )
-        return {"left": left, "right": right, "result": result}
+        return {"left_smem": left, "right_smem": right, "out_smem": out}
 
-    def body(self, rows, weights, plan, passed, out, here, free, **shared: Any) -> None:
-        """What every warpgroup does."""
-        self.rows, self.weights, self.plan, self.passed, self.out = rows, weights, plan, passed, out
-        for name, memory in self.memory.items():
-            shared[name] = memory.bind(shared[name])
-        self.shared = shared
-        self.pipe = Pipe(self.tiles.stages, self.engine, here, free)
-        gpu.divide_roles(
-            self.tiles.consumers,
-            lambda: self.each_tile(self.copy_tile),
-            lambda warpgroup: self.each_tile(lambda *tile: self.compute_tile(warpgroup, *tile)),
-        )
+    def body(
+        self,
+        rows: Ref,
+        weights: Ref,
+        schedule: Ref,
+        tile_ends: Ref,
+        out: Ref,
+        full: Ref,
+        empty: Ref,
+        acc_smem: Ref | None = None,
+        **smem: Ref | Iterable[Ref],
+    ) -> None:
+        """What every warpgroup runs."""
+        self.rows, self.weights, self.out = rows, weights, out
+        self.schedule, self.tile_ends = schedule, tile_ends
+        self.smem = {name: buffer.bind(smem[name]) for name, buffer in self.buffers.items()}
+        self.acc_smem = acc_smem
+        self.ring = RingBuffer(self.tiles.stages, self.engine, full, empty)
+        consumers, tiles = self.tiles.consumers, self.for_each_tile
+        specialise_over_tiles(consumers, tiles, self.load_tile, self.compute_tile)
 
-    def each_tile(self, program) -> None:
-        """`step = program(step, column, group, at, own, stop)` for the tiles of this block."""
-        lines = self.passed[self.experts + 1]
+    def for_each_tile(self, process: Callable[..., jax.Array]) -> None:
+        """`step = process(step, column, group, start, own_start, end)` for this block's tiles."""
+        row_tiles = self.tile_ends[self.weight_count + 1]
 
-        def find(index):
-            line, column = place(index, lines, self.columns, self.tiles.band)
-            return column, *(self.plan[line * 4 + i] for i in range(4))
+        def read(index: jax.Array) -> tuple[jax.Array, ...]:
+            row, column = tile_coordinates(
+                index, row_tiles, self.column_tiles, self.tiles.raster_band
+            )
+            fields = (self.schedule[row * TILE_FIELDS + i] for i in range(TILE_FIELDS))
+            return column, *fields
 
-        each_tile(lines * self.columns, self.launch["grid"][0], find, program)
+        for_each_tile(row_tiles * self.column_tiles, self.blocks, read, process)
 
-    def steps_of(self, group) -> Any:
-        """How many steps a tile of this group takes: none where rows have no weight."""
-        return jnp.where(group < self.experts, self.steps, 0)
+    def step_count(self, group: Index) -> jax.Array:
+        """The steps of a tile of this group: none where rows have no weight."""
+        return jnp.where(group < self.weight_count, self.steps, 0)
 
-    def copy_tile(self, step, column, group, at, own, stop):
-        """Bring rows and weights of a tile, as room becomes free."""
+    def load_tile(
+        self,
+        step: jax.Array,
+        column: jax.Array,
+        group: jax.Array,
+        start: jax.Array,
+        own_start: jax.Array,
+        end: jax.Array,
+    ) -> jax.Array:
+        """The producer's part of a tile: copy its rows and weights, step by step."""
         first = column * self.tiles.block_n
         return lax.fori_loop(
             0,
-            self.steps_of(group),
-            lambda i, step: self.pipe.fill(step, self.sources(i * STEP, group, at, first)),
+            self.step_count(group),
+            lambda i, step: self.ring.produce(
+                step, self.step_copies(i * BLOCK_K, group, start, first)
+            ),
             step,
         )
 
-    def sources(self, k, group, at, first):
-        """What to copy for a step, and where to."""
+    def step_copies(self, k: Index, group: Index, start: Index, first: Index) -> Iterator[TmaCopy]:
+        """The copies of a step: rows from `start`, columns of the weight from `first`."""
         ds = gpu.pl.ds
-        left, right = self.shared["left"][0], self.shared["right"][0]
-        depth = ds(k, STEP)
+        left, right = self.smem["left_smem"].untiled, self.smem["right_smem"].untiled
+        depth = ds(k, BLOCK_K)
         if self.interpreted:
-            for w in range(self.apart):
-                rows = self.rows.at[ds(at + w * ROWS, ROWS), depth]
-                yield Copy(rows, lambda slot, w=w: left.at[slot, w])
+            for w in range(self.tiles.consumers):
+                rows = self.rows.at[ds(start + w * WARPGROUP_ROWS, WARPGROUP_ROWS), depth]
+                yield TmaCopy(rows, lambda stage, w=w: left.at[stage, w])
         else:
-            # Of the rows in a matmul, those that are not there need not be anything.
+            # WGMMA computes 64 rows; what it reads for those that do not exist does not matter.
             count = self.tiles.block_m
-            room = lambda slot: left.at[slot, ds(0, count)] if self.few else left.at[slot]
-            yield Copy(self.rows.at[ds(at, count), depth], room)
+            destination = lambda stage: (
+                left.at[stage, ds(0, count)] if self.few_rows else left.at[stage]
+            )
+            yield TmaCopy(self.rows.at[ds(start, count), depth], destination)
         if self.transposed:
             weights = self.weights.at[group, ds(first, self.tiles.block_n), depth]
-            yield Copy(weights, lambda slot: right.at[slot])
+            yield TmaCopy(weights, lambda stage: right.at[stage])
             return
-        for strip in range(self.strips):
-            width = self.tiles.block_n // self.strips
-            weights = self.weights.at[group, depth, ds(first + strip * width, width)]
-            place = (strip,) if self.strips > 1 or not self.whole else ()
-            room = lambda slot, place=place: right.at[(slot, *place)]
-            yield Copy(weights, room)
+        for panel in range(self.panels):
+            width = self.tiles.block_n // self.panels
+            weights = self.weights.at[group, depth, ds(first + panel * width, width)]
+            index = (panel,) if self.panels > 1 or not self.whole_tiles else ()
+            yield TmaCopy(weights, lambda stage, index=index: right.at[(stage, *index)])
 
-    def compute_tile(self, warpgroup, step, column, group, at, own, stop):
-        """Compute and store the part of a tile that a warpgroup has."""
-        tiles, count = self.tiles, self.steps_of(group)
-        row = at + warpgroup * ROWS
-        span = min(ROWS, tiles.block_m)
-        # Of a tile that was moved back, all may have been computed by others.
-        active = (row < stop) & (row + span > own)
-        rows = jnp.minimum(stop - row, span)
+    def compute_tile(
+        self,
+        warpgroup: jax.Array,
+        step: jax.Array,
+        column: jax.Array,
+        group: jax.Array,
+        start: jax.Array,
+        own_start: jax.Array,
+        end: jax.Array,
+    ) -> jax.Array:
+        """A consumer's part of a tile: compute and store its 64 rows."""
+        tiles, count = self.tiles, self.step_count(group)
+        row = start + warpgroup * WARPGROUP_ROWS
+        span = min(WARPGROUP_ROWS, tiles.block_m)
+        # Of a tile that was moved back, these rows may all belong to the tile before.
+        active = (row < end) & (row + span > own_start)
+        rows = jnp.minimum(end - row, span)
         wide, narrow = tiles.block_n, tiles.block_n // 2
-        has_narrow = self.n - (self.columns - 1) * wide <= narrow
-        if has_narrow and self.strips == 1:
-            last = column == self.columns - 1
-            gpu.pl.when(active & last)(
-                lambda: self.compute_part(warpgroup, step, count, row, rows, column, narrow)
-            )
-            gpu.pl.when(active & ~last)(
-                lambda: self.compute_part(warpgroup, step, count, row, rows, column, wide)
-            )
+        has_narrow = self.n - (self.column_tiles - 1) * wide <= narrow
+
+        def compute(columns: int) -> None:
+            self.compute_rows(warpgroup, step, count, row, rows, column, columns)
+
+        if has_narrow and self.panels == 1:
+            last = column == self.column_tiles - 1
+            gpu.pl.when(active & last)(lambda: compute(narrow))
+            gpu.pl.when(active & ~last)(lambda: compute(wide))
         else:
-            gpu.pl.when(active)(
-                lambda: self.compute_part(warpgroup, step, count, row, rows, column, wide)
-            )
-        gpu.pl.when(~active)(lambda: self._skip(step, count))
+            gpu.pl.when(active)(lambda: compute(wide))
+
+        @gpu.pl.when(~active)
+        def _():
+            self.ring.skip(step, count)
+
         return step + count
 
-    def _skip(self, step, count) -> None:
-        self.pipe.skip(step, count)
+    def compute_rows(
+        self,
+        warpgroup: jax.Array,
+        step: jax.Array,
+        count: jax.Array,
+        row: jax.Array,
+        rows: jax.Array,
+        column: jax.Array,
+        columns: int,
+    ) -> None:
+        """Compute 64 rows and `columns` columns, and store the first `rows` of them."""
+        left, right = self.smem["left_smem"].tiled, self.smem["right_smem"].tiled
+        is_full = columns == self.tiles.block_n
 
-    def compute_part(self, warpgroup, step, count, row, rows, column, columns) -> None:
-        left, right = self.shared["left"][1], self.shared["right"][1]
-        whole = columns == self.tiles.block_n
-
-        def use(i, slot, sums):
-            mine = left.at[slot, warpgroup]
-            if self.strips > 1:
-                for strip in range(self.strips):
-                    part = slice(strip * STEP, (strip + 1) * STEP)
-                    self.engine.multiply(sums, mine, right.at[slot, strip], part)
+        def start_matmuls(stage: jax.Array, acc: Ref) -> None:
+            a = left.at[stage, warpgroup]
+            if self.panels > 1:
+                for panel in range(self.panels):
+                    part = slice(panel * BLOCK_K, (panel + 1) * BLOCK_K)
+                    self.engine.matmul(acc, a, right.at[stage, panel], part)
             elif self.transposed:
-                weights = right.at[slot] if whole else right.at[slot, gpu.pl.ds(0, columns)]
-                self.engine.multiply(sums, mine, self.engine.transposed(weights))
+                b = right.at[stage] if is_full else right.at[stage, gpu.pl.ds(0, columns)]
+                self.engine.matmul(acc, a, self.engine.transposed(b))
             else:
-                index = (slot,) if self.whole else (slot, 0)
-                weights = right.at[index]
-                if not whole:
-                    weights = right.at[(*index, slice(None), gpu.pl.ds(0, columns))]
-                self.engine.multiply(sums, mine, weights)
+                index = (stage,) if self.whole_tiles else (stage, 0)
+                b = right.at[index]
+                if not is_full:
+                    b = right.at[(*index, slice(None), gpu.pl.ds(0, columns))]
+                self.engine.matmul(acc, a, b)
 
-        held = self.shared["sums"].at[warpgroup] if self.interpreted else None
+        acc_smem = None if self.acc_smem is None else self.acc_smem.at[warpgroup]
         value = self.engine.accumulate(
             columns,
-            held,
-            lambda sums: self.pipe.empty(
-                step, count, lambda i, slot: use(i, slot, sums), self.strips
+            acc_smem,
+            lambda acc: self.ring.consume(
+                step, count, lambda i, stage: start_matmuls(stage, acc), self.panels
             ),
         )
-        room, cut = (x.at[warpgroup] for x in self.shared["result"])
+        out = self.smem["out_smem"]
+        untiled, tiled = out.untiled.at[warpgroup], out.tiled.at[warpgroup]
+        epilogue = Epilogue(self.engine, untiled, tiled, self.tiles.out_buffers, self.dtype)
         first = column * self.tiles.block_n
 
-        def target(which, piece):
+        def target(rows: Slice, columns: Slice) -> Ref:
             return self.out.at[
-                gpu.pl.ds(row + which.start, which.size), gpu.pl.ds(first + piece.start, piece.size)
+                gpu.pl.ds(row + rows.start, rows.size),
+                gpu.pl.ds(first + columns.start, columns.size),
             ]
 
-        store(
-            self.engine,
-            room,
-            cut,
-            self.tiles.buffers,
-            value,
-            self.dtype,
-            target,
-            rows,
-            min(ROWS, self.tiles.block_m),
-        )
+        epilogue.store(value, target, rows, min(WARPGROUP_ROWS, self.tiles.block_m))

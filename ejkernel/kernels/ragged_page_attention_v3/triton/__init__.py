@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels.common.triton import bridge as triton_bridge
-from ejkernel.kernels.common.triton.bridge import Launch, launch
+from ejkernel.kernels.common.triton.bridge import LaunchConfig, launch
 from ejkernel.kernels.ragged_page_attention_v3.inputs import Inputs, Outputs, Spec
 from ejkernel.kernels.ragged_page_attention_v3.triton.attend import attend
 from ejkernel.kernels.ragged_page_attention_v3.triton.configs import (
@@ -20,16 +20,15 @@ from ejkernel.kernels.ragged_page_attention_v3.triton.configs import (
 from ejkernel.kernels.ragged_page_attention_v3.triton.operands import plan
 from ejkernel.kernels.ragged_page_attention_v3.triton.tile import combine
 from ejkernel.ops.implementation import Implementation, Pass
-from ejkernel.ops.platform import Device, device_of
+from ejkernel.ops.platform import Device
 
 _WIDEST = 256  # head dim
 _COMBINE = (4, 1)  # warps and stages
 _NARROW = ("int8", "float8_e4m3fn", "float8_e5m2")
 
 
-def run_forward(inputs: Inputs, spec: Spec, params: Any) -> tuple[Outputs, Outputs]:
+def run_forward(inputs: Inputs, spec: Spec, params: Any, device: Device) -> tuple[Outputs, Outputs]:
     """Outputs, which are also the residuals."""
-    device = device_of(jax.tree.leaves(inputs))
     shape = shape_of(inputs, spec, params, device)
     mode, operands = plan(inputs, spec, shape, device)
     b, t, heads, _ = inputs.query.shape
@@ -45,9 +44,9 @@ def run_forward(inputs: Inputs, spec: Spec, params: Any) -> tuple[Outputs, Outpu
         float32(*pieces),
         jax.ShapeDtypeStruct((mode.programs, 8), jnp.int32),
     ]
-    how = Launch(mode.programs, shape.warps, shape.stages)
+    how = LaunchConfig(mode.programs, shape.warps, shape.stages)
     out, lse, parts, peaks, masses, cut = launch(
-        attend, operands, [*results, *temporary], mode, how
+        attend, operands, [*results, *temporary], mode, how, device
     )
     out, lse = launch(
         combine,
@@ -57,7 +56,8 @@ def run_forward(inputs: Inputs, spec: Spec, params: Any) -> tuple[Outputs, Outpu
         ],
         results,
         mode,
-        Launch(mode.programs * mode.combine_chunks + mode.combine_clear, *_COMBINE),
+        LaunchConfig(mode.programs * mode.combine_chunks + mode.combine_clear, *_COMBINE),
+        device,
         aliases={7: 0, 8: 1},
     )
     outputs = Outputs(out, lse)

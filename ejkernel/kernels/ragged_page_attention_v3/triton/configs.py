@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ejkernel.kernels.common.paged import cache_axes
-from ejkernel.kernels.common.triton.bridge import multiprocessors
+from ejkernel.kernels.common.triton.bridge import grid_multiprocessors
 from ejkernel.kernels.ragged_page_attention_v3.inputs import Inputs, Spec
 from ejkernel.ops.platform import Device
 
@@ -207,8 +207,8 @@ def shape_of(inputs: Inputs, spec: Spec, params: Any, device: Device) -> Shape:
     rows = max(rows, 16, padded(group)) if rows else 0
     asked = (rows, block_k, *launch)
     resident = next((guess.resident for guess in known if guess[:4] == asked), 1)
-    programs = multiprocessors(device) * resident
+    programs = grid_multiprocessors(device) * resident
     b, s = inputs.page_indices.shape[:2]
     if splits := getattr(params, "num_splits", 0):
-        programs = min(8 * multiprocessors(device), b * s * sizes.kv_heads * splits)
+        programs = min(8 * grid_multiprocessors(device), b * s * sizes.kv_heads * splits)
     return Shape(rows, block_k, params.num_warps, params.num_stages, programs)

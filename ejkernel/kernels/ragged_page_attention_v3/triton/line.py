@@ -10,57 +10,57 @@ from __future__ import annotations
 
 from typing import Any
 
-from ejkernel.kernels.common.triton.bridge import kernel
+from ejkernel.kernels.common.triton.bridge import triton_jit
 from ejkernel.kernels.ragged_page_attention_v3.triton.tile import block_range
 
 tl: Any = None
 
 
-@kernel
-def item_units(length, kv_length, mode: tl.constexpr):
+@triton_jit
+def item_units(length, kv_length, static: tl.constexpr):
     """Blocks of queries of a sequence, and the units of each of its items."""
-    blocks = (length + mode.narrow_tokens - 1) // mode.narrow_tokens
-    begin, stop = block_range(0, mode.narrow_tokens, length, kv_length, mode)
-    _, stop = block_range(blocks - 1, mode.narrow_tokens, length, kv_length, mode)
+    blocks = (length + static.narrow_tokens - 1) // static.narrow_tokens
+    begin, stop = block_range(0, static.narrow_tokens, length, kv_length, static)
+    _, stop = block_range(blocks - 1, static.narrow_tokens, length, kv_length, static)
     tiles = stop - begin
-    if mode.window > 0:
-        tiles = tl.minimum(tiles, (mode.window + mode.narrow_tokens - 2) // mode.block_k + 2)
-    return blocks, mode.opening + tl.maximum(tiles, 0)
+    if static.window > 0:
+        tiles = tl.minimum(tiles, (static.window + static.narrow_tokens - 2) // static.block_k + 2)
+    return blocks, static.opening + tl.maximum(tiles, 0)
 
 
-@kernel
-def sequence_units(info, chunk, mode: tl.constexpr):
+@triton_jit
+def sequence_units(info, chunk, static: tl.constexpr):
     """The units of some sequences, from `chunk` on."""
-    index = chunk + tl.arange(0, mode.search)
-    there = index < mode.sequences
-    length = tl.load(info + mode.sequences + index, mask=there, other=0)
-    kv_length = tl.load(info + 2 * mode.sequences + index, mask=there, other=0)
-    kv_length = tl.minimum(kv_length, mode.table_width * mode.page_size)
-    blocks, units = item_units(length, kv_length, mode)
-    return blocks * mode.kv_heads * units
+    index = chunk + tl.arange(0, static.search)
+    there = index < static.sequences
+    length = tl.load(info + static.sequences + index, mask=there, other=0)
+    kv_length = tl.load(info + 2 * static.sequences + index, mask=there, other=0)
+    kv_length = tl.minimum(kv_length, static.table_width * static.page_size)
+    blocks, units = item_units(length, kv_length, static)
+    return blocks * static.kv_heads * units
 
 
-@kernel
-def locate(info, mode: tl.constexpr):
+@triton_jit
+def locate(info, static: tl.constexpr):
     """Begin, end and length of this program's share; the sequence where it begins, and its begin"""
     program = tl.program_id(0)
-    if mode.sequences <= mode.search:
-        units = sequence_units(info, 0, mode)
+    if static.sequences <= static.search:
+        units = sequence_units(info, 0, static)
         total = tl.sum(units, 0)
-        share = (total + mode.programs - 1) // mode.programs
+        share = (total + static.programs - 1) // static.programs
         at = program * share
         ends = tl.cumsum(units, 0)
         sequence = tl.sum((ends <= at).to(tl.int32), 0)
         base = tl.max(tl.where(ends <= at, ends, 0), 0)
     else:
         total = 0
-        for chunk in range(0, mode.sequences, mode.search):
-            total += tl.sum(sequence_units(info, chunk, mode), 0)
-        share = (total + mode.programs - 1) // mode.programs
+        for chunk in range(0, static.sequences, static.search):
+            total += tl.sum(sequence_units(info, chunk, static), 0)
+        share = (total + static.programs - 1) // static.programs
         at = program * share
         sequence, base, before = 0, 0, 0
-        for chunk in range(0, mode.sequences, mode.search):
-            units = sequence_units(info, chunk, mode)
+        for chunk in range(0, static.sequences, static.search):
+            units = sequence_units(info, chunk, static)
             ends = before + tl.cumsum(units, 0)
             sequence += tl.sum((ends <= at).to(tl.int32), 0)
             base = tl.maximum(base, tl.max(tl.where(ends <= at, ends, 0), 0))

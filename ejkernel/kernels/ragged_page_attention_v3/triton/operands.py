@@ -23,6 +23,7 @@ from jax.scipy.special import logsumexp
 from ejkernel import settings
 from ejkernel.kernels.common.paged import cache_axes
 from ejkernel.kernels.common.triton.bridge import matmul_precision
+from ejkernel.kernels.common.triton.device_types import StaticArguments
 from ejkernel.kernels.ragged_page_attention_v3.inputs import Inputs, Spec
 from ejkernel.kernels.ragged_page_attention_v3.triton.configs import (
     Shape,
@@ -66,7 +67,7 @@ _FROM_BYTES = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Mode:
+class Mode(StaticArguments):
     """All that is static of a launch."""
 
     programs: int
