@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh, Mesh
 
 from ejkernel.ops import differentiable, recording, sharded
 from ejkernel.ops.cache import ConfigCache
@@ -23,13 +24,18 @@ _MOST_KEPT = 4096  # compiled calls an executor remembers
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """How the caller wants a call to be run."""
+    """How the caller wants a call to be run; specs given as a list become a tuple."""
 
     platform: str | None = None
     cfg: Any = None
-    mesh: Any = None
+    mesh: Mesh | AbstractMesh | None = None
     in_specs: Any = None
     out_specs: Any = None
+
+    def __post_init__(self) -> None:
+        for name in ("in_specs", "out_specs"):
+            if isinstance(specs := getattr(self, name), list):
+                object.__setattr__(self, name, tuple(specs))
 
 
 class Executor:
@@ -135,14 +141,15 @@ class Executor:
     ) -> Callable:
         _check_platform(op, request.platform)
         treedef = jax.tree.structure(inputs)
-        if request.mesh is None:
+        mesh = request.mesh
+        if mesh is None:
             # Chosen out here, where integer arrays may still be concrete and errors are short.
             choice = self._choose(Invocation(op, inputs, spec, device, request.platform), request)
             run = functools.partial(self._apply, op, spec, request, device, choice)
         else:
             local = functools.partial(self._apply, op, spec, request, device, None)
             run = lambda inputs: sharded.shard(
-                op, local, inputs, request.mesh, request.in_specs, request.out_specs
+                op, local, inputs, mesh, request.in_specs, request.out_specs
             )
         return jax.jit(lambda *leaves: run(jax.tree.unflatten(treedef, leaves)))
 

@@ -23,10 +23,11 @@ from ejkernel.kernels.common.masking import Extent, attention_rule, chunk_rule
 from ejkernel.kernels.flash_attention.inputs import Inputs, Spec
 from ejkernel.ops import executor
 from ejkernel.ops.executor import Request
-from ejkernel.ops.module import Module
+from ejkernel.ops.module import BoundFunction, Module, operation
 from ejkernel.types.mask import MaskInfo
 
 
+@operation
 def blocksparse_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -50,7 +51,7 @@ def blocksparse_attention(
     mesh: Mesh | AbstractMesh | None = None,
     in_specs: tuple[PartitionSpec | None, ...] | None = None,
     out_specs: PartitionSpec | tuple[PartitionSpec, ...] | None = None,
-) -> Any:
+) -> jax.Array:
     """Softmax attention in which each block of queries visits only some blocks of keys.
 
     A query sees a key if everything that is said allows it: `block_mask`, `mask_info`,
@@ -164,5 +165,5 @@ def _specs_sequence_first(specs: Any, layout: str) -> Any:
 class BlockSparseAttention(Module):
     """Block-sparse attention as an object; see `blocksparse_attention`."""
 
-    function = staticmethod(blocksparse_attention)
+    __call__ = BoundFunction(blocksparse_attention)
     config = BlockSparseAttentionConfig

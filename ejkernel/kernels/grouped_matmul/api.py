@@ -21,9 +21,10 @@ from ejkernel.kernels.grouped_matmul.inputs import (
 )
 from ejkernel.ops import executor
 from ejkernel.ops.executor import Request
-from ejkernel.ops.module import Module
+from ejkernel.ops.module import BoundFunction, Module, operation
 
 
+@operation
 def grouped_matmul(
     inputs: ArrayLike,
     weights: ArrayLike,
@@ -100,14 +101,10 @@ def grouped_matmul(
     existing = _existing(existing_out, (count, columns), spec.output_dtype(call))
     if 0 in (*rows.shape, *weights.shape):
         return _filled(jnp.zeros((count, columns), spec.output_dtype(call)), call, existing)
-    request = Request(platform, cfg, mesh, _tuple(in_specs), _tuple(out_specs))
+    request = Request(platform, cfg, mesh, in_specs, out_specs)
     if mesh is not None:
         return _over_mesh(call, spec, existing, request)
     return executor.run(OP, call._replace(existing_out=existing), spec, request).out
-
-
-def _tuple(specs: Any) -> Any:
-    return tuple(specs) if isinstance(specs, list) else specs
 
 
 def _over_mesh(call: Inputs, spec: Spec, existing: Any, request: Request) -> jax.Array:
@@ -274,5 +271,5 @@ def _existing(existing: Any, shape: tuple[int, int], dtype: Any) -> jax.Array | 
 class GroupedMatmul(Module):
     """Grouped matmul as an object; see `grouped_matmul`."""
 
-    function = staticmethod(grouped_matmul)
+    __call__ = BoundFunction(grouped_matmul)
     config = GroupedMatmulConfig

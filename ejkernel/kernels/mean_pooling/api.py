@@ -14,9 +14,10 @@ from ejkernel.kernels.mean_pooling.config import MeanPoolingConfig
 from ejkernel.kernels.mean_pooling.inputs import Inputs, Spec
 from ejkernel.ops import executor
 from ejkernel.ops.executor import Request
-from ejkernel.ops.module import Module
+from ejkernel.ops.module import BoundFunction, Module, operation
 
 
+@operation
 def mean_pooling(
     x: ArrayLike,
     attention_mask: ArrayLike | None = None,
@@ -66,7 +67,7 @@ def mean_pooling(
     x = as_array("mean_pooling", "x", x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"mean_pooling: x must be floating point, got {x.dtype}.")
-    request = Request(platform, cfg, mesh, _tuple(in_specs), _tuple(out_specs))
+    request = Request(platform, cfg, mesh, in_specs, out_specs)
     if cu_seqlens is None:
         inputs = _padded(x, attention_mask)
         request = dataclasses.replace(request, out_specs=_of_one_sequence(request.out_specs))
@@ -78,10 +79,6 @@ def mean_pooling(
         return jnp.zeros((sequences, x.shape[-1]), x.dtype)
     out = executor.run(OP, inputs, Spec(), request).out
     return out[:, 0] if cu_seqlens is None else out
-
-
-def _tuple(specs: Any) -> Any:
-    return tuple(specs) if isinstance(specs, list) else specs
 
 
 def _of_one_sequence(specs: Any) -> Any:
@@ -133,5 +130,5 @@ def _packed(x: jax.Array, mask: Any, cu_seqlens: Any, specs: Any) -> tuple[Input
 class MeanPooling(Module):
     """Mean pooling as an object; see `mean_pooling`."""
 
-    function = staticmethod(mean_pooling)
+    __call__ = BoundFunction(mean_pooling)
     config = MeanPoolingConfig
