@@ -77,7 +77,6 @@ class Module:
     `__call__ = BoundFunction(function)`, and the class of its configurations.
     """
 
-    __call__: ClassVar[BoundFunction[Any]]
     config: ClassVar[type[Config]]
 
     def __repr__(self) -> str:
