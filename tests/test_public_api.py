@@ -221,3 +221,63 @@ def test_the_version_is_that_of_the_package():
     from importlib.metadata import version
 
     assert ejkernel.__version__ == version("ejkernel")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_an_operation_has_a_source_of_its_own(op):
+    source = inspect.getsource(getattr(ejkernel.modules, op))
+    assert re.search(rf"^def {op}\(", source, re.MULTILINE)
+    assert inspect.getdoc(getattr(ejkernel.modules, op)) is not None
+    assert getattr(ejkernel.modules, op).__module__ == f"ejkernel.kernels.{op}.api"
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_class_of_an_operation_has_its_signature(op):
+    function = getattr(ejkernel.modules, op)
+    kind = getattr(ejkernel.modules, SIGNATURES[op][0])
+    assert inspect.signature(kind()) == inspect.signature(function)
+    _, *parameters = inspect.signature(kind.__call__).parameters.values()
+    assert parameters == list(inspect.signature(function).parameters.values())
+    assert kind.config is getattr(ejkernel.modules, f"{kind.__name__}Config")
+
+
+@pytest.mark.parametrize(
+    ("given", "nearest"),
+    [
+        ("is_causal", "causal"),
+        ("scale", "softmax_scale"),
+        ("mask", "attention_mask"),
+        ("segment_ids", "mask_info"),
+        ("softmax_scal", "softmax_scale"),
+    ],
+)
+def test_an_unknown_argument_gets_the_nearest_name(given, nearest):
+    with pytest.raises(
+        TypeError, match=f"^flash_attention: unknown argument '{given}'; the nearest is '{nearest}'"
+    ):
+        ejkernel.modules.flash_attention(1, 1, 1, **{given: 1})
+
+
+def test_an_unknown_argument_that_resembles_none_gets_the_list():
+    with pytest.raises(TypeError, match=r"^mean_pooling: unknown argument 'zzz'; it has x, "):
+        ejkernel.modules.mean_pooling(1, zzz=1)
+
+
+@pytest.mark.parametrize(
+    ("op", "flag"),
+    [
+        (op, flag)
+        for op in OPS
+        for flag in ("return_lse", "return_state", "return_block_indices")
+        if flag in SIGNATURES[op][2]
+    ],
+)
+def test_the_type_of_a_result_follows_from_its_flag(op, flag):
+    """The overloads have the parameters of the function, and of its flag one value each."""
+    path = Path(inspect.getsourcefile(inspect.unwrap(getattr(ejkernel.modules, op))))
+    named = [x for x in ast.parse(path.read_text()).body if getattr(x, "name", None) == op]
+    *overloads, function = ([ast.unparse(x.args), ast.unparse(x.returns)] for x in named)
+    off, on = (parameters for parameters, _ in overloads)
+    assert off.replace(f"{flag}: Literal[False]=False", f"{flag}: Literal[True]") == on
+    assert off.replace(f"{flag}: Literal[False]", f"{flag}: bool") == function[0]
+    assert " | ".join(result for _, result in overloads) == function[1]

@@ -44,7 +44,7 @@ class Outcome(NamedTuple):
 def examine(case: Case, dtype: Dtype) -> Outcome:
     """Value and gradients of a workload on one platform, compared with the reference."""
     subject, source, workload = case
-    if reason := source.elsewhere(device_of(())):
+    if reason := source.unavailable_on(device_of(())):
         return Outcome("unsupported", reason)
     truth = oracle.Truth(lambda seed: subject.invocation(workload.build(seed)))
     call = subject.invocation(workload.build())

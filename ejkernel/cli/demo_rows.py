@@ -202,7 +202,7 @@ def _alternatives(calls: list[Invocation]) -> tuple[tuple[str, ...], tuple[str, 
         _, reasons = call.op.supporting(call.direction, call.inputs, call.spec, call.device, None)
         for source in call.op.sources:
             reason = reasons.get(subjects.label(source))
-            if source.elsewhere(call.device):
+            if source.unavailable_on(call.device):
                 missing.add(source.backend.value.upper())
             elif reason:
                 unavailable[f"{source.platform.value}: {reason}"] = None

@@ -8,15 +8,19 @@ any of them a second time.
 import functools
 import types
 import typing
-from typing import Any
 
 import jax
-from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
+from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, KeyPath, SequenceKey
+from jaxtyping import PyTree
 
-type_hints = functools.cache(typing.get_type_hints)
+
+@functools.cache
+def type_hints(owner: type) -> dict[str, object]:
+    """The annotations of the fields of a class."""
+    return typing.get_type_hints(owner)
 
 
-def of_leaves(tree: Any) -> list[tuple[str, ...] | None]:
+def of_leaves(tree: PyTree) -> list[tuple[str, ...] | None]:
     """Letters of every leaf of `tree`, in the order of its leaves; None where nothing says."""
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
     return [_letters(tree, path, leaf) for path, leaf in paths]
@@ -41,13 +45,13 @@ def leads(letters: tuple[str, ...] | None) -> bool:
     return bool(letters) and letters[0] in ("b", "#b")
 
 
-def _form(annotation: Any, batched: bool) -> tuple[str, ...]:
+def _form(annotation: object, batched: bool) -> tuple[str, ...]:
     members = typing.get_args(annotation) if _is_union(annotation) else (annotation,)
     forms = [letters for member in members if (letters := _dimensions(member, None))]
     return next((form for form in forms if leads(form) == batched), forms[0] if forms else ())
 
 
-def _letters(tree: Any, path: tuple, leaf: Any) -> tuple[str, ...] | None:
+def _letters(tree: PyTree, path: KeyPath, leaf: object) -> tuple[str, ...] | None:
     annotation = None
     for key in path:
         match key:
@@ -63,7 +67,7 @@ def _letters(tree: Any, path: tuple, leaf: Any) -> tuple[str, ...] | None:
     return _dimensions(annotation, getattr(leaf, "ndim", None))
 
 
-def _dimensions(annotation: Any, rank: int | None) -> tuple[str, ...] | None:
+def _dimensions(annotation: object, rank: int | None) -> tuple[str, ...] | None:
     """The letters of a jaxtyping annotation, or of the member of a union that has this rank."""
     if _is_union(annotation):
         members = (_dimensions(member, rank) for member in typing.get_args(annotation))
@@ -75,5 +79,5 @@ def _dimensions(annotation: Any, rank: int | None) -> tuple[str, ...] | None:
     return letters if rank is None or len(letters) == rank else None
 
 
-def _is_union(annotation: Any) -> bool:
+def _is_union(annotation: object) -> bool:
     return isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union

@@ -1,15 +1,17 @@
-"""One vmap rule for every op: the mapped axis joins the batch axis, else the calls run in turn."""
+"""One vmap rule for every op: the mapped axis joins the batch axis, or the calls run one by one."""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import PyTreeDef
+from jaxtyping import PyTree
 
 from ejkernel.ops import axes
 
 
-def over_batch(run: Callable[..., Any], *trees: Any) -> Any:
+def over_batch(run: Callable[..., PyTree], *trees: PyTree) -> PyTree:
     """`run(*trees)`, with a vmap rule that needs nothing from the kernel underneath.
 
     A call whose arrays have no letters, a user's own, is batched as JAX does it.
@@ -19,7 +21,9 @@ def over_batch(run: Callable[..., Any], *trees: Any) -> Any:
     call = jax.custom_batching.custom_vmap(run)
 
     @call.def_vmap
-    def rule(axis_size: int, in_batched: Any, *trees: Any) -> tuple[Any, Any]:
+    def rule(
+        axis_size: int, in_batched: PyTree[bool], *trees: PyTree
+    ) -> tuple[PyTree, PyTree[bool]]:
         leaves, treedef = jax.tree.flatten(trees)
         mapped = jax.tree.leaves(in_batched)
         if _lifts(leaves, mapped, treedef) and _carries_batch(run, trees, axis_size):
@@ -30,7 +34,7 @@ def over_batch(run: Callable[..., Any], *trees: Any) -> Any:
             _carries_batch(run, folded, rows)
             and _carries_batch(run, _one_call(leaves, mapped, treedef)[0], rows // axis_size)
         ):
-            out = _in_turn(call, leaves, mapped, treedef)
+            out = _one_by_one(call, leaves, mapped, treedef)
         else:
             out = jax.tree.map(
                 lambda x: x.reshape(axis_size, x.shape[0] // axis_size, *x.shape[1:]),
@@ -41,7 +45,7 @@ def over_batch(run: Callable[..., Any], *trees: Any) -> Any:
     return call(*trees)
 
 
-def _lifts(leaves: list, mapped: list[bool], treedef: Any) -> bool:
+def _lifts(leaves: list[Any], mapped: list[bool], treedef: PyTreeDef) -> bool:
     """Whether the mapped axis can be the batch axis itself, of a call that has none so far.
 
     Then every mapped argument has a second form that begins with one, and the call needs no copy.
@@ -53,7 +57,9 @@ def _lifts(leaves: list, mapped: list[bool], treedef: Any) -> bool:
     )
 
 
-def _one_call(leaves: list, mapped: list[bool], treedef: Any) -> tuple[Any, list]:
+def _one_call(
+    leaves: list[Any], mapped: list[bool], treedef: PyTreeDef
+) -> tuple[PyTree[jax.ShapeDtypeStruct], list[tuple[str, ...] | None]]:
     """One of the mapped calls as shapes, and the letters of its leaves."""
     shapes = [
         jax.ShapeDtypeStruct(x.shape[1:] if is_mapped else x.shape, x.dtype)
@@ -63,7 +69,9 @@ def _one_call(leaves: list, mapped: list[bool], treedef: Any) -> tuple[Any, list
     return example, axes.of_leaves(example)
 
 
-def _fold(leaves: list, mapped: list[bool], treedef: Any, axis_size: int) -> tuple[Any, int]:
+def _fold(
+    leaves: list[Any], mapped: list[bool], treedef: PyTreeDef, axis_size: int
+) -> tuple[PyTree, int]:
     """The arguments with the mapped axis inside the batch axis, and the rows that makes.
 
     None when a mapped argument has no batch axis.
@@ -86,11 +94,11 @@ def _fold(leaves: list, mapped: list[bool], treedef: Any, axis_size: int) -> tup
             x = x.reshape(axis_size * batch, *x.shape[2:])
         elif x.shape[0] == batch and (batch > 1 or letter[0] == "b"):
             x = jnp.broadcast_to(x, (axis_size, *x.shape)).reshape(-1, *x.shape[1:])
-        folded.append(x)  # an axis "#b" of size 1 goes on serving every row
+        folded.append(x)  # an axis "#b" of size 1 still belongs to every row
     return jax.tree.unflatten(treedef, folded), axis_size * batch
 
 
-def _carries_batch(run: Callable[..., Any], folded: Any, rows: int) -> bool:
+def _carries_batch(run: Callable[..., PyTree], folded: PyTree, rows: int) -> bool:
     """Whether every result keeps these rows apart (a summed gradient does not)."""
     results = jax.eval_shape(run, *folded)
     return all(
@@ -99,8 +107,10 @@ def _carries_batch(run: Callable[..., Any], folded: Any, rows: int) -> bool:
     )
 
 
-def _in_turn(call: Callable[..., Any], leaves: list, mapped: list[bool], treedef: Any) -> Any:
-    def one(slices: list) -> Any:
+def _one_by_one(
+    call: Callable[..., PyTree], leaves: list[Any], mapped: list[bool], treedef: PyTreeDef
+) -> PyTree:
+    def one(slices: list[Any]) -> PyTree:
         rest = iter(slices)
         merged = [
             next(rest) if is_mapped else x for x, is_mapped in zip(leaves, mapped, strict=True)

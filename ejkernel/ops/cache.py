@@ -18,7 +18,7 @@ class ConfigCache:
     (1, 1)
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._entries: dict[Hashable, Any] = {}
         self._lock = threading.Lock()
         self._version = 0
@@ -28,11 +28,11 @@ class ConfigCache:
         """Grows with every change, so that what was derived from the cache can tell it is stale."""
         return self._version
 
-    def get(self, key: Hashable, default: Any = None) -> Any:
+    def get(self, key: Hashable, default: object = None) -> Any:
         """The configuration of a key, else the default."""
         return self._entries.get(key, default)
 
-    def put(self, key: Hashable, value: Any) -> None:
+    def put(self, key: Hashable, value: object) -> None:
         """Store a configuration."""
         with self._lock:
             if key in self._entries and self._entries[key] == value:
@@ -64,8 +64,8 @@ class ConfigCache:
 
 
 class _Overlay(NamedTuple):
-    entries: dict[Any, Any]
-    state: frozenset
+    entries: dict[Hashable, Any]
+    state: frozenset[tuple[Hashable, object]]
 
 
 _BARE = _Overlay({}, frozenset())
@@ -73,7 +73,7 @@ _OVERLAY: contextvars.ContextVar[_Overlay] = contextvars.ContextVar("overlay", d
 
 
 @contextlib.contextmanager
-def overlay_cache(mapping: Mapping[Any, Any]) -> Iterator[None]:
+def overlay_cache(mapping: Mapping[Any, object]) -> Iterator[None]:
     """Configurations that win over every cache inside the block; of nested blocks the innermost.
 
     Args:

@@ -45,7 +45,7 @@ class _Plain:
 class _Params(_Plain):
     """Tile sizes; None leaves the choice to the implementation."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if value is None:
@@ -145,7 +145,7 @@ class Config(_Plain):
     platform: str = dataclasses.field(default="auto", kw_only=True)
     backend: str = dataclasses.field(default="any", kw_only=True)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         platform = self._member("platform", ("auto", *Platform))
         backend = self._member("backend", tuple(Backend))
         object.__setattr__(self, "platform", platform)

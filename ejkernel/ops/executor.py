@@ -4,32 +4,44 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
+from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import PyTree
 
 from ejkernel.ops import differentiable, recording, sharded
 from ejkernel.ops.cache import ConfigCache
-from ejkernel.ops.implementation import Choice, Op
+from ejkernel.ops.implementation import CallInputs, CallSpec, Choice, Op
 from ejkernel.ops.invocation import Invocation
 from ejkernel.ops.kernel import Kernel
 from ejkernel.ops.persistent import PersistentCache
 from ejkernel.ops.platform import Device, Platform, device_of
 from ejkernel.ops.selection import ConfigSelectorChain
 
+P = ParamSpec("P")
+Out = TypeVar("Out")
+# A function or module of `ejkernel.modules`, or a user's kernel.
+Runnable = Callable[..., Any] | Kernel[Any, Any]
+
 _MOST_KEPT = 4096  # compiled calls an executor remembers
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """How the caller wants a call to be run."""
+    """How the caller wants a call to be run; specs given as a list become a tuple."""
 
     platform: str | None = None
-    cfg: Any = None
-    mesh: Any = None
-    in_specs: Any = None
-    out_specs: Any = None
+    cfg: object = None
+    mesh: Mesh | AbstractMesh | None = None
+    in_specs: object = None
+    out_specs: object = None
+
+    def __post_init__(self) -> None:
+        for name in ("in_specs", "out_specs"):
+            if isinstance(specs := getattr(self, name), list):
+                object.__setattr__(self, name, tuple(specs))
 
 
 class Executor:
@@ -46,9 +58,15 @@ class Executor:
 
     def __init__(self, chooser: ConfigSelectorChain) -> None:
         self.chooser = chooser
-        self._compiled: dict[tuple, Callable] = {}
+        self._compiled: dict[tuple[Hashable, ...], Callable[..., Any]] = {}
 
-    def __call__(self, kernel: Any, *args: Any, **kwargs: Any) -> Any:
+    @overload
+    def __call__(self, kernel: Kernel[Any, Out], *args: Any, **kwargs: Any) -> Out: ...
+
+    @overload
+    def __call__(self, kernel: Callable[P, Out], *args: P.args, **kwargs: P.kwargs) -> Out: ...
+
+    def __call__(self, kernel: Runnable, *args: Any, **kwargs: Any) -> Any:
         """Run a module of `ejkernel.modules`, or a `Kernel`, with this call's arguments."""
         if not isinstance(kernel, Kernel):
             with use(self):
@@ -61,7 +79,7 @@ class Executor:
             return self._over_mesh(kernel, args, kwargs, request)
         return self.run(op, arrays, call, request)
 
-    def run(self, op: Op, inputs: Any, spec: Any, request: Request) -> Any:
+    def run(self, op: Op, inputs: CallInputs, spec: CallSpec, request: Request) -> Any:
         """The outputs of `op`; the one path every call takes."""
         leaves, treedef = jax.tree.flatten(inputs)
         device = device_of(leaves)
@@ -86,7 +104,7 @@ class Executor:
             self._choose(Invocation(op, inputs, spec, device, request.platform), request)
         return compiled(*leaves)
 
-    def invocation(self, kernel: Any, *args: Any, **kwargs: Any) -> Invocation:
+    def invocation(self, kernel: Runnable, *args: object, **kwargs: object) -> Invocation:
         """The call that `executor(kernel, ...)` would make; caches know it by its `key`."""
         if isinstance(kernel, Kernel):
             kwargs.pop("cfg", None)
@@ -100,11 +118,15 @@ class Executor:
             return captured.invocation
         raise ValueError(f"{kernel!r} made no call.")
 
-    def choose_config(self, kernel: Any, *args: Any, cfg: Any = None, **kwargs: Any) -> Choice:
+    def choose_config(
+        self, kernel: Runnable, *args: object, cfg: object = None, **kwargs: object
+    ) -> Choice:
         """The platform and parameters that `executor(kernel, ...)` would run with."""
         return self.chooser.choose(self.invocation(kernel, *args, **kwargs), cfg)
 
-    def compile(self, kernel: Any, *args: Any, cfg: Any = None, **kwargs: Any) -> Callable:
+    def compile(
+        self, kernel: Runnable, *args: object, cfg: object = None, **kwargs: object
+    ) -> Callable[..., Any]:
         """A jitted function of the arrays of this example call, its configuration chosen now."""
         example = (args, kwargs)
         if cfg is None and isinstance(kernel, Kernel):
@@ -113,14 +135,14 @@ class Executor:
         is_array = [hasattr(leaf, "dtype") and hasattr(leaf, "shape") for leaf in leaves]
 
         @jax.jit
-        def run(arrays: list) -> Any:
+        def run(arrays: list[Any]) -> Any:
             rest = iter(arrays)
             merged = [next(rest) if a else x for a, x in zip(is_array, leaves, strict=True)]
             call_args, call_kwargs = jax.tree.unflatten(treedef, merged)
             extra = {} if cfg is None else {"cfg": cfg}
             return self(kernel, *call_args, **call_kwargs, **extra)
 
-        def runner(*call_args: Any, **call_kwargs: Any) -> Any:
+        def runner(*call_args: object, **call_kwargs: object) -> Any:
             given, structure = jax.tree.flatten((call_args, call_kwargs))
             if structure != treedef:
                 raise ValueError(
@@ -131,18 +153,19 @@ class Executor:
         return runner
 
     def _compile(
-        self, op: Op, inputs: Any, spec: Any, request: Request, device: Device
-    ) -> Callable:
+        self, op: Op, inputs: CallInputs, spec: CallSpec, request: Request, device: Device
+    ) -> Callable[..., Any]:
         _check_platform(op, request.platform)
         treedef = jax.tree.structure(inputs)
-        if request.mesh is None:
+        mesh = request.mesh
+        if mesh is None:
             # Chosen out here, where integer arrays may still be concrete and errors are short.
             choice = self._choose(Invocation(op, inputs, spec, device, request.platform), request)
             run = functools.partial(self._apply, op, spec, request, device, choice)
         else:
             local = functools.partial(self._apply, op, spec, request, device, None)
             run = lambda inputs: sharded.shard(
-                op, local, inputs, request.mesh, request.in_specs, request.out_specs
+                op, local, inputs, mesh, request.in_specs, request.out_specs
             )
         return jax.jit(lambda *leaves: run(jax.tree.unflatten(treedef, leaves)))
 
@@ -154,27 +177,27 @@ class Executor:
     def _apply(
         self,
         op: Op,
-        spec: Any,
+        spec: CallSpec,
         request: Request,
         device: Device,
         choice: Choice | None,
-        inputs: Any,
+        inputs: CallInputs,
     ) -> Any:
         forward = choice or self._choose(
             Invocation(op, inputs, spec, device, request.platform), request
         )
         implementation = forward.source.load()
 
-        def value(inputs: Any) -> Any:
+        def value(inputs: CallInputs) -> PyTree:
             return forward.run(inputs, spec, forward.params, device=device)[0]
 
-        def with_residuals(inputs: Any) -> Any:
+        def with_residuals(inputs: CallInputs) -> tuple[PyTree, PyTree]:
             return implementation.run_with_residuals(inputs, spec, forward.params, device=device)
 
-        if op.native:
+        if op.differentiable_by_jax:
             return value(inputs)
 
-        def backward(inputs: Any, saved: Any, d_outputs: Any) -> Any:
+        def backward(inputs: CallInputs, saved: PyTree, d_outputs: PyTree) -> PyTree:
             chosen = self._backward(op, inputs, spec, saved, d_outputs, request, device, forward)
             return chosen.run(inputs, saved, d_outputs, spec, chosen.params, device=device)
 
@@ -183,15 +206,15 @@ class Executor:
     def _backward(
         self,
         op: Op,
-        inputs: Any,
-        spec: Any,
-        saved: Any,
-        d_outputs: Any,
+        inputs: CallInputs,
+        spec: CallSpec,
+        saved: PyTree,
+        d_outputs: PyTree,
         request: Request,
         device: Device,
         forward: Choice,
     ) -> Choice:
-        if op.paired:
+        if op.backward_follows_forward:
             run = forward.source.load().backward
             if run is None:
                 raise NotImplementedError(f"{op.name}: this implementation has no backward pass.")
@@ -199,15 +222,21 @@ class Executor:
         inv = Invocation(op, inputs, spec, device, request.platform, "backward", (saved, d_outputs))
         return self._choose(inv, request)
 
-    def _over_mesh(self, kernel: Kernel, args: tuple, kwargs: dict, request: Request) -> Any:
+    def _over_mesh(
+        self,
+        kernel: Kernel[Any, Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        request: Request,
+    ) -> Any:
         """A user's kernel under `shard_map`: specs for its positional arguments."""
-        if request.in_specs is None or request.out_specs is None:
+        if not isinstance(request.in_specs, tuple) or request.out_specs is None:
             raise ValueError(f"{kernel.op_id}: mesh= needs in_specs= and out_specs=.")
         extra = {} if request.cfg is None else {"cfg": request.cfg}
         return jax.shard_map(
             lambda *shards: self(kernel, *shards, **kwargs, **extra),
             mesh=request.mesh,
-            in_specs=tuple(request.in_specs),
+            in_specs=request.in_specs,
             out_specs=request.out_specs,
             check_vma=False,
         )(*args)
@@ -235,7 +264,7 @@ class _Captor(Executor):
     def __init__(self) -> None:
         super().__init__(ConfigSelectorChain(ConfigCache()))
 
-    def run(self, op: Op, inputs: Any, spec: Any, request: Request) -> Any:
+    def run(self, op: Op, inputs: CallInputs, spec: CallSpec, request: Request) -> Any:
         device = device_of(jax.tree.leaves(inputs))
         raise _Captured(Invocation(op, inputs, spec, device, request.platform))
 
@@ -259,6 +288,6 @@ def use(executor: Executor) -> Iterator[None]:
         _CURRENT.reset(token)
 
 
-def run(op: Op, inputs: Any, spec: Any, request: Request) -> Any:
+def run(op: Op, inputs: CallInputs, spec: CallSpec, request: Request) -> Any:
     """Run a call under the current executor."""
     return _CURRENT.get().run(op, inputs, spec, request)

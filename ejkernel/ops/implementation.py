@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
 from ejkernel import settings
@@ -14,19 +14,24 @@ from ejkernel.ops.platform import Backend, Device, Platform
 
 Direction = Literal["forward", "backward"]
 Features = frozenset[str] | Literal["all"]
+# The arrays of a call: the `Inputs` of an op, a NamedTuple; of a user's kernel its arrays in order.
+CallInputs = tuple[Any, ...]
+# The static arguments of a call: the `Spec` of an op, a frozen dataclass; of a user's kernel all
+# arguments that are no arrays.
+CallSpec = Hashable
 # Every argument there is, and those to come: for implementations that are tested with all of them.
 ALL_FEATURES: Final = "all"
 
 
-def _no_objection(inputs: Any, spec: Any, device: Device) -> str | None:
+def _no_objection(inputs: CallInputs, spec: CallSpec, device: Device) -> str | None:
     return None
 
 
-def _no_parameters(inputs: Any, spec: Any, device: Device) -> Any:
+def _no_parameters(inputs: CallInputs, spec: CallSpec, device: Device) -> None:
     return None
 
 
-def _yields_to_none(inputs: Any, spec: Any, device: Device) -> frozenset[Platform]:
+def _yields_to_none(inputs: CallInputs, spec: CallSpec, device: Device) -> frozenset[Platform]:
     return frozenset()
 
 
@@ -58,24 +63,26 @@ class Pass:
     nondeterministic: Callable[[Any, Any, Device], Any] = _no_parameters
     yields_to: Callable[[Any, Any, Device], frozenset[Platform]] = _yields_to_none
 
-    def __call__(self, *arguments: Any, device: Device) -> Any:
+    def __call__(self, *arguments: object, device: Device) -> Any:
         """`run(*arguments)`, with the device if `run` takes it."""
         return with_device(self.run, device)(*arguments)
 
-    def refusal(self, inputs: Any, spec: Any, device: Device) -> str | None:
-        """The reason this pass cannot take the call, or None."""
+    def refusal(self, inputs: CallInputs, spec: CallSpec, device: Device) -> str | None:
+        """The reason why this pass does not support the call, or None."""
         used = features_used(inputs, spec)
         if self.features != ALL_FEATURES and (missing := used.difference(self.features)):
             return f"does not support {', '.join(sorted(missing))}"
         return self.why_not(inputs, spec, device)
 
-    def guess(self, inputs: Any, spec: Any, device: Device, deterministic: bool = True) -> Any:
+    def guess(
+        self, inputs: CallInputs, spec: CallSpec, device: Device, deterministic: bool = True
+    ) -> Any:
         """The parameters expected to be fastest."""
         params = None if deterministic else self.nondeterministic(inputs, spec, device)
         return self.heuristic(inputs, spec, device) if params is None else params
 
     def choices(
-        self, inputs: Any, spec: Any, device: Device, deterministic: bool = True
+        self, inputs: CallInputs, spec: CallSpec, device: Device, deterministic: bool = True
     ) -> list[Any]:
         """Every parameter set worth timing, the guess first."""
         others = self.candidates(inputs, spec, device) if self.candidates else ()
@@ -97,7 +104,7 @@ class Implementation:
     backward: Pass | None = None
     residuals: Callable[..., Any] | None = None
 
-    def run_with_residuals(self, *arguments: Any, device: Device) -> Any:
+    def run_with_residuals(self, *arguments: object, device: Device) -> Any:
         """Outputs and residuals of the forward pass under differentiation."""
         if self.residuals is not None:
             return with_device(self.residuals, device)(*arguments)
@@ -126,12 +133,13 @@ class Source:
     priority: int = 0
 
     def load(self) -> Implementation:
+        """The implementation; its module is imported on first use."""
         if isinstance(self.where, Implementation):
             return self.where
         return importlib.import_module(self.where).IMPLEMENTATION
 
-    def elsewhere(self, device: Device) -> str | None:
-        """Why this device is not the one it needs, answered without loading the code."""
+    def unavailable_on(self, device: Device) -> str | None:
+        """Why it does not run on this device, or None; answered without loading the code."""
         if self.backend in (Backend.ANY, device.platform):
             return None
         if settings.interpret() and self.platform is not Platform.CUDA:
@@ -144,21 +152,36 @@ class Choice(NamedTuple):
 
     source: Source
     run: Pass
-    params: Any
+    params: Any  # the configuration or its part for the pass; its class is the op's affair
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Op:
     """A public operation: its name, its implementations in order of preference, its axis letters.
 
-    `shardable`: letters that a mesh may split. `reduced`: those of them that no output has, so that
-    the parts that the shards compute are summed. `groups`: `{"k": "n"}` when each key head serves a
-    group of query heads. `bucketed`: letters whose exact size does not matter for tuning.
-    `whole`: fields of which every shard gets all but its batch rows and heads.
-    `rarely_used_outputs`: outputs that most callers drop: backward passes are tuned as if they had
-    no gradient. `tuned_as`: ops whose tuned tables also apply to this one, a special case of them.
-    `revision`: grows with every implementation that is registered.
-    `sample(inputs, drawn, spec)`: mends the data drawn for tuning. `operands`: what `in_specs` say.
+    Attributes:
+        name: the name of the public function, of its folder and of its tuned tables.
+        sources: the implementations in order of preference.
+        config: the class of its configurations.
+        outputs: the NamedTuple of its results.
+        version: part of every cache key; grows when old measurements no longer hold.
+        reference: the module of its definition; None for a user's kernel.
+        differentiable_by_jax: whether JAX differentiates and batches the forward pass itself.
+        backward_follows_forward: whether the backward pass runs on the platform and with the
+            parameters of the forward pass, instead of a choice of its own.
+        shardable: letters of the axes that a mesh may split.
+        contracted: those of them that no output has: the results of the shards are summed.
+        replicated: fields of `Inputs` that a mesh splits along batch and heads only.
+        bucketed: letters of the axes whose exact size does not matter for tuning.
+        rarely_used_outputs: outputs that most callers drop; backward passes are tuned as if their
+            gradient were 0.
+        grouped_axes: `{"k": "n"}` where each key head belongs to a group of query heads (GQA).
+        operands: the arrays that `in_specs` describe, in their order.
+        sharding_hints: by letter, what the error adds when a mesh would split it.
+        tuning_inputs: `tuning_inputs(inputs, drawn, spec)` gives the data to tune on: `drawn`, the
+            random arrays, with lengths and indices that are in range.
+        tuned_as: ops whose tuned tables also apply to this one, a special case of them.
+        revision: grows with every implementation that is registered.
     """
 
     name: str
@@ -167,21 +190,21 @@ class Op:
     outputs: type[Any] = tuple
     version: str = "1"
     reference: str | None = None
-    native: bool = False  # forward is differentiable and batchable as it stands
-    paired: bool = False  # backward runs where and with what the forward ran
+    differentiable_by_jax: bool = False
+    backward_follows_forward: bool = False
     shardable: frozenset[str] = frozenset()
-    reduced: frozenset[str] = frozenset()
-    whole: frozenset[str] = frozenset()
+    contracted: frozenset[str] = frozenset()
+    replicated: frozenset[str] = frozenset()
     bucketed: frozenset[str] = frozenset()
     rarely_used_outputs: frozenset[str] = frozenset()
-    groups: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    grouped_axes: Mapping[str, str] = dataclasses.field(default_factory=dict)
     operands: tuple[str, ...] = ()
-    hint: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    sample: Callable[..., Any] | None = None
+    sharding_hints: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    tuning_inputs: Callable[..., Any] | None = None
     tuned_as: tuple[str, ...] = ()
     revision: int = 0
 
-    def renamed(self, name: str, **changes: Any) -> "Op":
+    def renamed(self, name: str, **changes: object) -> "Op":
         """The same op under another name, for a special case of it."""
         other = dataclasses.replace(self, name=name, tuned_as=(), **changes)
         if issubclass(other.config, self.config) and other.version == self.version:
@@ -194,7 +217,12 @@ class Op:
         return f"{name}{'' if direction == 'forward' else '.backward'}@v{self.version}"
 
     def supporting(
-        self, direction: Direction, inputs: Any, spec: Any, device: Device, platform: str | None
+        self,
+        direction: Direction,
+        inputs: CallInputs,
+        spec: CallSpec,
+        device: Device,
+        platform: str | None,
     ) -> tuple[list[tuple[Source, Pass]], dict[str, str]]:
         """The passes that support the call, in order of preference; why the others do not."""
         supported, reasons = [], {}
@@ -202,7 +230,7 @@ class Op:
             label = f"{source.platform.value} ({source.backend.value})"
             if platform not in (None, "auto", source.platform.value):
                 continue
-            if reason := source.elsewhere(device):
+            if reason := source.unavailable_on(device):
                 reasons[label] = reason
                 continue
             chosen: Pass | None = getattr(source.load(), direction)
@@ -217,8 +245,8 @@ class Op:
     def refuse(
         self,
         direction: Direction,
-        inputs: Any,
-        spec: Any,
+        inputs: CallInputs,
+        spec: CallSpec,
         device: Device,
         platform: str | None,
         reasons: Mapping[str, str],
@@ -240,9 +268,9 @@ class Op:
         )
 
 
-def features_used(inputs: Any, spec: Any) -> frozenset[str]:
-    """All that goes beyond the plain call: fields away from their defaults, kinds of mask."""
-    used = set()
+def features_used(inputs: CallInputs, spec: CallSpec) -> frozenset[str]:
+    """What a call uses beyond the plain one: fields away from their defaults, kinds of mask."""
+    used: set[str] = set()
     defaults = getattr(inputs, "_field_defaults", {})
     for name in defaults:
         value = getattr(inputs, name)
@@ -259,7 +287,7 @@ def features_used(inputs: Any, spec: Any) -> frozenset[str]:
 
 
 def _in_order(
-    supported: list[tuple[Source, Pass]], inputs: Any, spec: Any, device: Device
+    supported: list[tuple[Source, Pass]], inputs: CallInputs, spec: CallSpec, device: Device
 ) -> list[tuple[Source, Pass]]:
     """In the order of the sources, except that a pass follows those that it yields to."""
     ordered = list(supported)

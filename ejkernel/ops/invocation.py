@@ -2,16 +2,36 @@
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
+from jaxtyping import PyTree
 
 from ejkernel import settings
 from ejkernel.ops import axes, keys
-from ejkernel.ops.implementation import Direction, Op
+from ejkernel.ops.implementation import CallInputs, CallSpec, Direction, Op
 from ejkernel.ops.platform import Device
 
 Key = tuple[str, str, str]
+
+
+@runtime_checkable
+class Described(Protocol):
+    """A part of a call that says itself what of it belongs to the key: a mask, a user's call."""
+
+    def describe(self) -> object:
+        """Values that JSON can hold."""
+        ...
+
+
+@runtime_checkable
+class Rebuildable(Protocol):
+    """The static part of a user's call, which knows its arguments."""
+
+    def rebuild(self, arrays: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The args and kwargs of the call with these arrays."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -23,28 +43,31 @@ class Invocation:
     """
 
     op: Op
-    inputs: Any
-    spec: Any
+    inputs: CallInputs
+    spec: CallSpec
     device: Device
     platform: str | None = None
     direction: Direction = "forward"
-    saved: tuple[Any, Any] | None = None  # for a backward: residuals and d_outputs
+    saved: tuple[PyTree, PyTree] | None = None  # for a backward: residuals and d_outputs
 
     @property
     def op_id(self) -> str:
+        """The name of the op."""
         return self.op.name
 
     @property
-    def args(self) -> tuple:
+    def args(self) -> tuple[Any, ...]:
+        """The positional arguments of the call."""
         return self._call[0]
 
     @property
     def kwargs(self) -> dict[str, Any]:
+        """The keyword arguments of the call."""
         return self._call[1]
 
     @property
-    def _call(self) -> tuple[tuple, dict[str, Any]]:
-        if hasattr(self.spec, "rebuild"):
+    def _call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if isinstance(self.spec, Rebuildable):
             return self.spec.rebuild(self.inputs)
         return (self.inputs, self.spec), {}
 
@@ -57,12 +80,12 @@ class Invocation:
             for x, letter in zip(leaves, letters, strict=True)
         ]
         structure = [
-            value.describe() if hasattr(value, "describe") else value is not None
+            value.describe() if isinstance(value, Described) else value is not None
             for value in self.inputs
         ]
-        spec = self.spec.describe() if hasattr(self.spec, "describe") else self.spec
-        ordered = ["deterministic"] if settings.deterministic() else []
-        return keys.short_hash([arrays, structure, spec, self.platform or "auto", *ordered])
+        spec = self.spec.describe() if isinstance(self.spec, Described) else self.spec
+        deterministic = ["deterministic"] if settings.deterministic() else []
+        return keys.short_hash([arrays, structure, spec, self.platform or "auto", *deterministic])
 
     def _sizes(self, shape: tuple[int, ...], letters: tuple[str, ...] | None) -> list[int]:
         """Shape with the sizes that do not matter for tuning rounded up to a power of two."""

@@ -2,15 +2,17 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 import jax
 import numpy as np
+from jax.tree_util import PyTreeDef
+from jaxtyping import PyTree
 
-from ejkernel.ops.implementation import ALL_FEATURES, Implementation, Op, Pass, Source
+from ejkernel.ops.implementation import ALL_FEATURES, CallInputs, Implementation, Op, Pass, Source
 from ejkernel.ops.invocation import Invocation
-from ejkernel.ops.platform import Backend, Platform
+from ejkernel.ops.platform import Backend, Device, Platform
 from ejkernel.ops.registry import kernel_registry
 
 Cfg = TypeVar("Cfg")
@@ -23,16 +25,17 @@ _DYNAMIC = object()  # stands in the static part where an array goes
 class KernelCall:
     """The static part of a call: where its arrays go, and every other argument."""
 
-    treedef: Any
-    statics: tuple
+    treedef: PyTreeDef
+    statics: tuple[Hashable, ...]
 
-    def rebuild(self, arrays: Any) -> tuple[tuple, dict[str, Any]]:
-        """The call's args and kwargs around these arrays."""
-        arrays = iter(arrays)
-        leaves = [next(arrays) if leaf is _DYNAMIC else leaf for leaf in self.statics]
+    def rebuild(self, arrays: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The args and kwargs of the call with these arrays."""
+        rest = iter(arrays)
+        leaves = [next(rest) if leaf is _DYNAMIC else leaf for leaf in self.statics]
         return jax.tree.unflatten(self.treedef, leaves)
 
-    def describe(self) -> list:
+    def describe(self) -> list[Any]:
+        """What of the call belongs to its key."""
         statics = ["array" if leaf is _DYNAMIC else repr(leaf) for leaf in self.statics]
         return [str(self.treedef), statics]
 
@@ -66,7 +69,7 @@ class Kernel(Generic[Cfg, Out]):
     def __init__(self, op_id: str | None = None) -> None:
         self.op_id = op_id or type(self).op_id or f"{type(self).__module__}.{type(self).__name__}"
 
-    def prepare(self, *args: Any, **kwargs: Any) -> tuple[tuple, dict[str, Any]]:
+    def prepare(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Canonicalise a call before anything looks at it."""
         return args, kwargs
 
@@ -86,11 +89,15 @@ class Kernel(Generic[Cfg, Out]):
         """The result, and what `vjp` needs besides it."""
         raise NotImplementedError(f"{type(self).__name__} must define fwd_with_residuals().")
 
-    def vjp(self, residuals: Any, y: Out, dy: Out, *args: Any, cfg: Cfg, **kwargs: Any) -> tuple:
+    def vjp(
+        self, residuals: Any, y: Out, dy: Out, *args: Any, cfg: Cfg, **kwargs: Any
+    ) -> tuple[Any, ...]:
         """One gradient for each positional argument; None where there is none."""
         raise NotImplementedError(f"{type(self).__name__} must define vjp().")
 
-    def bind(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Op, tuple, KernelCall]:
+    def bind(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Op, CallInputs, KernelCall]:
         """The call as an op, its arrays, and the rest."""
         leaves, treedef = jax.tree.flatten(self.prepare(*args, **kwargs))
         arrays = tuple(leaf for leaf in leaves if isinstance(leaf, jax.Array | np.ndarray))
@@ -101,9 +108,9 @@ class Kernel(Generic[Cfg, Out]):
             hash(statics)
         except TypeError as error:
             raise ValueError(f"{self.op_id}: static arguments must be hashable: {error}.") from None
-        return self._op(), arrays, KernelCall(treedef, statics)
+        return self.as_op(), arrays, KernelCall(treedef, statics)
 
-    def _op(self) -> Op:
+    def as_op(self) -> Op:
         """The op of this kernel; instances in the same state share it, and so what it compiled."""
         try:
             return _op_of(type(self), tuple(sorted(vars(self).items())), _Held(self))
@@ -118,7 +125,7 @@ class Kernel(Generic[Cfg, Out]):
 class _Held:
     """Carries an instance through a cache key in which it does not take part."""
 
-    def __init__(self, kernel: Kernel) -> None:
+    def __init__(self, kernel: Kernel[Any, Any]) -> None:
         self.kernel = kernel
 
     def __hash__(self) -> int:
@@ -129,11 +136,11 @@ class _Held:
 
 
 @functools.lru_cache(maxsize=256)
-def _op_of(kind: type, state: tuple, held: _Held) -> Op:
+def _op_of(kind: type, state: tuple[tuple[str, Hashable], ...], held: _Held) -> Op:
     return _make_op(held.kernel)
 
 
-def _make_op(kernel: Kernel) -> Op:
+def _make_op(kernel: Kernel[Any, Any]) -> Op:
     sources = []
     for backend in (Backend.GPU, Backend.TPU, Backend.CPU, Backend.ANY):
         name = "run" if backend is Backend.ANY else f"run_{backend.value}"
@@ -145,24 +152,30 @@ def _make_op(kernel: Kernel) -> Op:
         sources=sources,
         config=object,
         version=str(kernel.version),
-        native=type(kernel).vjp is Kernel.vjp,
-        paired=True,
+        differentiable_by_jax=type(kernel).vjp is Kernel.vjp,
+        backward_follows_forward=True,
     )
     kernel_registry.add(op)
     return op
 
 
-def _implementation(kernel: Kernel, run: Any) -> Implementation:
-    def value(arrays: Any, spec: KernelCall, cfg: Any) -> tuple[Any, Any]:
+def _implementation(kernel: Kernel[Any, Any], run: Callable[..., Any]) -> Implementation:
+    def value(arrays: CallInputs, spec: KernelCall, cfg: object) -> tuple[PyTree, None]:
         args, kwargs = spec.rebuild(arrays)
         return run(*args, cfg=cfg, **kwargs), None
 
-    def forward(arrays: Any, spec: KernelCall, cfg: Any) -> tuple[Any, Any]:
+    def forward(arrays: CallInputs, spec: KernelCall, cfg: object) -> tuple[PyTree, PyTree]:
         args, kwargs = spec.rebuild(arrays)
         y, residuals = kernel.fwd_with_residuals(*args, cfg=cfg, **kwargs)
         return y, (residuals, y)
 
-    def backward(arrays: Any, saved: Any, dy: Any, spec: KernelCall, cfg: Any) -> tuple:
+    def backward(
+        arrays: CallInputs,
+        saved: tuple[PyTree, PyTree],
+        dy: PyTree,
+        spec: KernelCall,
+        cfg: object,
+    ) -> tuple[PyTree, ...]:
         args, kwargs = spec.rebuild(arrays)
         grads = kernel.vjp(saved[0], saved[1], dy, *args, cfg=cfg, **kwargs)
         if len(grads) != len(args):
@@ -172,11 +185,11 @@ def _implementation(kernel: Kernel, run: Any) -> Implementation:
             )
         return _per_array(grads, args, kwargs, spec)
 
-    def heuristic(arrays: Any, spec: KernelCall, device: Any) -> Any:
-        return kernel.heuristic_cfg(Invocation(kernel._op(), arrays, spec, device))
+    def heuristic(arrays: CallInputs, spec: KernelCall, device: Device) -> Any:
+        return kernel.heuristic_cfg(Invocation(kernel.as_op(), arrays, spec, device))
 
-    def candidates(arrays: Any, spec: KernelCall, device: Any) -> Sequence[Any]:
-        return kernel.candidate_cfgs(Invocation(kernel._op(), arrays, spec, device))
+    def candidates(arrays: CallInputs, spec: KernelCall, device: Device) -> Sequence[Any]:
+        return kernel.candidate_cfgs(Invocation(kernel.as_op(), arrays, spec, device))
 
     return Implementation(
         forward=Pass(run=value, features=ALL_FEATURES, heuristic=heuristic, candidates=candidates),
@@ -187,9 +200,11 @@ def _implementation(kernel: Kernel, run: Any) -> Implementation:
     )
 
 
-def _per_array(grads: tuple, args: tuple, kwargs: dict[str, Any], spec: KernelCall) -> tuple:
+def _per_array(
+    grads: tuple[PyTree, ...], args: tuple[Any, ...], kwargs: dict[str, Any], spec: KernelCall
+) -> tuple[PyTree, ...]:
     """Gradients of the positional arguments as gradients of the call's arrays, in their order."""
-    flat = []
+    flat: list[Any] = []
     for grad, arg in zip(grads, args, strict=True):
         size = len(jax.tree.leaves(arg))
         flat += [None] * size if grad is None else jax.tree.leaves(grad)

@@ -6,12 +6,22 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Set
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 
 import jax
+import numpy as np
+from jaxtyping import PyTree
 
 
-def describe(value: Any) -> Any:
+class _Shaped(Protocol):
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> np.dtype: ...
+
+
+def describe(value: object) -> Any:
     """The value in terms of JSON, the same in every process; an array is its shape and dtype.
 
     >>> describe({"x": jax.numpy.zeros((2, 3)), "window": (4, 0), "activation": abs})
@@ -30,7 +40,7 @@ def describe(value: Any) -> Any:
         return sorted((describe(item) for item in value), key=stable_json)
     if isinstance(value, (list, tuple)):
         return [describe(item) for item in value]
-    if dataclasses.is_dataclass(type(value)):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return {type(value).__name__: describe(fields)}
     if _is_array(value):
@@ -40,7 +50,7 @@ def describe(value: Any) -> Any:
     return re.sub(r" at 0x\w+", "", repr(value))  # an address is another in every process
 
 
-def stable_json(value: Any) -> str:
+def stable_json(value: object) -> str:
     """One text for equal values, in every process.
 
     >>> stable_json({"window": (4, 0), "causal": True})
@@ -49,7 +59,7 @@ def stable_json(value: Any) -> str:
     return json.dumps(describe(value), sort_keys=True, separators=(",", ":"))
 
 
-def short_hash(value: Any) -> str:
+def short_hash(value: object) -> str:
     """The first 16 hexadecimal digits of the SHA-256 of the value's `stable_json`.
 
     >>> short_hash({"head_dim": 64})
@@ -58,7 +68,7 @@ def short_hash(value: Any) -> str:
     return hashlib.sha256(stable_json(value).encode()).hexdigest()[:16]
 
 
-def abstractify(tree: Any) -> Any:
+def abstractify(tree: PyTree) -> PyTree:
     """The tree with a `jax.ShapeDtypeStruct` for each array; other leaves stay as they are.
 
     >>> abstractify([jax.numpy.zeros((2, 3)), 0.5])
@@ -80,5 +90,5 @@ def bucket(size: int) -> int:
     return 1 << (size - 1).bit_length() if size else 0
 
 
-def _is_array(value: Any) -> bool:
+def _is_array(value: object) -> TypeGuard[_Shaped]:
     return hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, type)

@@ -1,11 +1,13 @@
 """The mesh around a call: JAX's own context, and the older `with mesh:`."""
 
-from typing import Any
+from collections.abc import Hashable
 
 import jax
+from jax.sharding import AbstractMesh, Mesh
+from jax.typing import ArrayLike, DTypeLike
 
 
-def surrounding_mesh() -> Any:
+def surrounding_mesh() -> Mesh | AbstractMesh | None:
     """The mesh of `jax.set_mesh`, of a trace, or of `with mesh:`; None without one."""
     abstract = jax.sharding.get_abstract_mesh()
     if abstract is not None and not abstract.empty:
@@ -14,7 +16,7 @@ def surrounding_mesh() -> Any:
     return None if legacy is None or legacy.empty else legacy
 
 
-def bound_axis_size(name: Any) -> int | None:
+def bound_axis_size(name: Hashable) -> int | None:
     """The size of a mesh axis over which the code is already mapped; None where it is not."""
     try:
         return jax.lax.axis_size(name)
@@ -22,19 +24,21 @@ def bound_axis_size(name: Any) -> int | None:
         return None
 
 
-def varying_axes(x: Any) -> frozenset[str]:
+def varying_axes(x: ArrayLike | jax.ShapeDtypeStruct) -> frozenset[str]:
     """The mapped mesh axes over which an array differs from device to device."""
     return getattr(getattr(jax.typeof(x), "manual_axis_type", None), "varying", frozenset())
 
 
-def result_shape(shape: tuple[int, ...], dtype: Any, *operands: Any) -> jax.ShapeDtypeStruct:
-    """What a kernel gives that differs from device to device as its operands together do."""
-    varying = frozenset().union(*map(varying_axes, operands))
+def result_shape(
+    shape: tuple[int, ...], dtype: DTypeLike, *operands: ArrayLike | jax.ShapeDtypeStruct
+) -> jax.ShapeDtypeStruct:
+    """The shape of a kernel's result; it varies over the mesh axes that an operand varies over."""
+    varying = frozenset[str]().union(*map(varying_axes, operands))
     kind = jax.sharding.ManualAxisType(varying=varying)
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=kind)
 
 
-def _legacy_mesh() -> Any:
+def _legacy_mesh() -> Mesh | None:
     # No public name tells of `with mesh:`, and code that uses it must go on working.
     from jax._src import mesh
 

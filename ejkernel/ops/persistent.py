@@ -25,8 +25,9 @@ import re
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from ejkernel import settings
 from ejkernel.errors import CacheWarning
@@ -81,11 +82,11 @@ class PersistentCache:
         """The configuration of a key, or None."""
         return _decoded(self._file.get(key), key, self.cfg_type)
 
-    def put(self, key: Key, value: Any) -> None:
+    def put(self, key: Key, value: object) -> None:
         """Store a configuration: a dataclass, a dictionary or a plain JSON value."""
         self.update({key: value})
 
-    def update(self, entries: Mapping[Key, Any]) -> None:
+    def update(self, entries: Mapping[Key, object]) -> None:
         """Store many configurations in one write."""
         encoded = {}
         for key, value in entries.items():
@@ -137,7 +138,7 @@ class ShippedTable:
     A driver's version plays no part: the device of a key counts up to its `|`.
     """
 
-    def __init__(self, opname: str, root: Any = None) -> None:
+    def __init__(self, opname: str, root: Path | None = None) -> None:
         self.opname = opname
         self._root = root
         self._loaded: dict[str, _Entries] = {}
@@ -171,7 +172,7 @@ class ShippedTable:
             return {}
 
 
-def write_tuned(root: Path, opname: str, entries: Mapping[Key, Any]) -> list[Path]:
+def write_tuned(root: Path, opname: str, entries: Mapping[Key, object]) -> list[Path]:
     """Merge measured configurations into the tables under `root` that `ShippedTable` reads.
 
     Returns:
@@ -197,7 +198,7 @@ class _SharedFile:
         self.path = path
         self._known: _Entries = {}
         self._unwritten: _Entries = {}
-        self._signature: Any = None
+        self._signature: tuple[int, int, int] | None = None
         self._failing = False
         self._guard = threading.RLock()
 
@@ -267,7 +268,7 @@ class _SharedFile:
             _warn(f"{self.path} cannot be understood ({error}); it is now {aside.name}")
             return {}
 
-    def _locked(self) -> Any:
+    def _locked(self) -> AbstractContextManager[object]:
         import filelock
 
         # Once it has failed, nobody waits again for a lock that may never come.
@@ -341,16 +342,21 @@ def _write(path: Path, entries: _Entries) -> None:
         raise
 
 
-def _encoded(value: Any) -> Any:
+@runtime_checkable
+class _HasFields(Protocol):
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+def _encoded(value: object) -> Any:
     """A configuration as JSON gives it back."""
-    if hasattr(value, "to_dict"):
+    if isinstance(value, _HasFields):
         value = value.to_dict()
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = dataclasses.asdict(value)
     return json.loads(json.dumps(value))
 
 
-def _decoded(value: Any, key: Key, cfg_type: type[Any] | None) -> Any:
+def _decoded(value: object, key: Key, cfg_type: type[Any] | None) -> Any:
     value = _with_tuples(value)
     if value is None or cfg_type is None:
         return value
@@ -361,7 +367,7 @@ def _decoded(value: Any, key: Key, cfg_type: type[Any] | None) -> Any:
         return None
 
 
-def _with_tuples(value: Any) -> Any:
+def _with_tuples(value: object) -> Any:
     """A configuration is hashable: what JSON calls a list was a tuple."""
     if isinstance(value, dict):
         return {name: _with_tuples(item) for name, item in value.items()}

@@ -4,7 +4,7 @@ import enum
 import functools
 import re
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 from jax.core import Tracer
@@ -50,6 +50,20 @@ class Device(NamedTuple):
 _PLATFORMS = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}
 
 
+@runtime_checkable
+class _JaxDevice(Protocol):
+    """What is asked of a `jax.Device`."""
+
+    @property
+    def platform(self) -> str: ...
+
+    @property
+    def device_kind(self) -> str: ...
+
+    @property
+    def client(self) -> Any: ...
+
+
 class _Gpu(NamedTuple):
     """What is known of a GPU by its name, for a device that is described and not present."""
 
@@ -70,7 +84,7 @@ _GPUS = {
 _H100_PCIE = _Gpu((9, 0), 114, 232_448)
 
 
-def device_of(leaves: Iterable[Any]) -> Device:
+def device_of(leaves: Iterable[object]) -> Device:
     """The device that a call on these arrays will run on.
 
     That of the concrete arrays; under a trace that of the mesh the traced ones belong to, which may
@@ -94,7 +108,7 @@ def device_of(leaves: Iterable[Any]) -> Device:
     return _describe(_default_device() if concrete is None else next(iter(concrete.devices())))
 
 
-def _unwrapped(leaf: Any) -> Any:
+def _unwrapped(leaf: object) -> object:
     """The array behind the tracers of an eager `grad` or `vmap`, which hide its device."""
     while isinstance(leaf, Tracer):
         inner = getattr(leaf, "primal", None)
@@ -125,14 +139,14 @@ def get_device_platform() -> str:
     return _describe(_default_device()).platform
 
 
-def _default_device() -> Any:
+def _default_device() -> jax.Device:
     chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     if isinstance(chosen, str):
         return jax.local_devices(backend=chosen)[0]
     return chosen or jax.local_devices()[0]
 
 
-def _mesh_device(mesh: Any) -> Device | None:
+def _mesh_device(mesh: object) -> Device | None:
     abstract = getattr(mesh, "abstract_device", None)
     if abstract is None:
         return None
@@ -141,7 +155,7 @@ def _mesh_device(mesh: Any) -> Device | None:
 
 
 @functools.cache
-def _describe(device: Any) -> Device:
+def _describe(device: _JaxDevice) -> Device:
     kind = device.device_kind
     capability = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
     version = " ".join(str(device.client.platform_version).split())

@@ -3,8 +3,8 @@
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections.abc import Hashable, Iterator
+from typing import Literal, Protocol, runtime_checkable
 
 from ejkernel import settings
 from ejkernel.ops.platform import Device
@@ -34,14 +34,22 @@ class AutotunePolicy:
 
     @property
     def tunes(self) -> bool:
+        """Whether an unknown call is measured first."""
         return self.allow_autotune and self.cache_miss_fallback == "autotune"
+
+
+@runtime_checkable
+class HasPolicy(Protocol):
+    """What a policy belongs to: a `ConfigSelectorChain`."""
+
+    policy: AutotunePolicy | None
 
 
 _MEASURE = AutotunePolicy()
 _GUESS = AutotunePolicy(allow_autotune=False, cache_miss_fallback="heuristics")
 
 
-def effective(selector: Any, device: Device) -> AutotunePolicy:
+def effective(selector: HasPolicy, device: Device) -> AutotunePolicy:
     """The policy in force: override, the selector's own, the environment's, the device's."""
     for owner, policy in reversed(_OVERRIDES.get()):
         if owner == id(selector):
@@ -54,13 +62,13 @@ def effective(selector: Any, device: Device) -> AutotunePolicy:
     return _MEASURE if wanted == "autotune" else _GUESS
 
 
-def state() -> tuple:
+def state() -> tuple[Hashable, ...]:
     """Identity of everything outside a selector that decides its policy."""
     return _OVERRIDES.get(), settings.autotune_policy()
 
 
 @contextlib.contextmanager
-def policy_override(selector: Any, **updates: Any) -> Iterator[None]:
+def policy_override(selector: HasPolicy, **updates: object) -> Iterator[None]:
     """Change fields of `selector`'s policy for a block.
 
     >>> from ejkernel.ops import ConfigCache, ConfigSelectorChain, policy_override

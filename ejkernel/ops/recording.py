@@ -4,10 +4,10 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from ejkernel import settings
-from ejkernel.ops.cache import overlay_cache
+from ejkernel.ops.cache import ConfigCache, overlay_cache
 from ejkernel.ops.invocation import Invocation, Key
 
 _RECORDED: dict[Key, Invocation] = {}
@@ -67,12 +67,22 @@ class AutotuningResult:
         self._stack.enter_context(overlay_cache(self.entries))
         return self
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
 
+@runtime_checkable
+class Selector(Protocol):
+    """What tunes: a `ConfigSelectorChain`."""
+
+    cache: ConfigCache
+
+    def tune(self, inv: Invocation) -> object:
+        """Measure the call and remember the fastest configuration; None where none runs."""
+
+
 def autotune_recorded(
-    selector: Any, invocations: Iterable[Invocation] | None = None
+    selector: Selector, invocations: Iterable[Invocation] | None = None
 ) -> AutotuningResult:
     """Measure recorded calls; one that no candidate can run is left out.
 

@@ -2,10 +2,12 @@
 
 import importlib
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from ejkernel.ops.implementation import Implementation, Op, Pass, Source
 from ejkernel.ops.platform import Backend, Platform
+
+Registered = TypeVar("Registered", bound=Implementation | Callable[..., Any])
 
 
 class KernelRegistry:
@@ -83,7 +85,7 @@ class KernelRegistry:
         backend: Backend | str,
         priority: int = 0,
         features: Iterable[str] = (),
-    ) -> Callable[[Any], Any]:
+    ) -> Callable[[Registered], Registered]:
         """Decorator: add an implementation to an op.
 
         Takes an `Implementation`, or a function `(inputs, spec, params) -> (outputs, residuals)`
@@ -99,13 +101,15 @@ class KernelRegistry:
         """
         op = self.op(algorithm)
 
-        def add(implementation: Any) -> Any:
-            whole = (
-                implementation
-                if isinstance(implementation, Implementation)
-                else Implementation(forward=Pass(run=implementation, features=frozenset(features)))
+        def add(implementation: Registered) -> Registered:
+            op.sources.append(
+                Source(
+                    Platform(platform),
+                    Backend(backend),
+                    _complete(implementation, frozenset(features)),
+                    priority,
+                )
             )
-            op.sources.append(Source(Platform(platform), Backend(backend), whole, priority))
             op.sources.sort(key=lambda source: -source.priority)
             op.revision += 1
             return implementation
@@ -117,4 +121,13 @@ class KernelRegistry:
         return ", ".join(f"{s.platform.value} ({s.backend.value})" for s in sources)
 
 
-kernel_registry = KernelRegistry()
+def _complete(
+    implementation: Implementation | Callable[..., Any], features: frozenset[str]
+) -> Implementation:
+    """An implementation from the function that is its forward pass."""
+    if isinstance(implementation, Implementation):
+        return implementation
+    return Implementation(forward=Pass(run=implementation, features=features))
+
+
+kernel_registry: KernelRegistry = KernelRegistry()

@@ -3,7 +3,7 @@
 import dataclasses
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -15,7 +15,8 @@ from ejkernel.ops import policy as policies
 from ejkernel.ops.cache import ConfigCache
 from ejkernel.ops.config import Config
 from ejkernel.ops.implementation import Choice, Pass, Source
-from ejkernel.ops.invocation import Invocation
+from ejkernel.ops.invocation import Invocation, Key
+from ejkernel.ops.persistent import PersistentCache, ShippedTable
 from ejkernel.ops.platform import device_fingerprint
 from ejkernel.ops.policy import AutotunePolicy
 from ejkernel.ops.tuner import Tuned, Tuner
@@ -43,20 +44,20 @@ class ConfigSelectorChain:
         cache: ConfigCache,
         policy: AutotunePolicy | None = None,
         tuner: Tuner | None = None,
-        persistent: Any = None,
+        persistent: PersistentCache | Callable[[str], PersistentCache] | None = None,
         persist_autotune: bool = True,
         on_event: Callable[..., None] | None = None,
     ) -> None:
         self.cache = cache
         self.policy = policy
-        self.tuner = tuner or Tuner()
+        self.tuner: Tuner = tuner or Tuner()
         self.persistent = persistent
         self.persist_autotune = persist_autotune
         self.on_event = on_event
         self._tuning = threading.RLock()
         self._remembered = 0  # entries that record a choice and so change none
 
-    def state(self) -> tuple:
+    def state(self) -> tuple[Hashable, ...]:
         """Changes whenever a later choice for the same call may come out differently."""
         return (
             self.cache.version - self._remembered,
@@ -67,11 +68,12 @@ class ConfigSelectorChain:
             settings.deterministic(),
         )
 
-    def emit(self, event: str, **data: Any) -> None:
+    def emit(self, event: str, **data: object) -> None:
+        """Tell `on_event` about a decision."""
         if self.on_event is not None:
             self.on_event(event, **data)
 
-    def choose(self, inv: Invocation, cfg: Any = None) -> Choice:
+    def choose(self, inv: Invocation, cfg: object = None) -> Choice:
         """The platform and parameters this call runs with; the reasons if there is none."""
         inv, params = self._explicit(inv, cfg)
         supported, reasons = inv.op.supporting(
@@ -87,7 +89,7 @@ class ConfigSelectorChain:
             return Choice(source, chosen, _filled(params, chosen, inv))
         return self._known(inv, supported) or self._found(inv, supported)
 
-    def _explicit(self, inv: Invocation, cfg: Any) -> tuple[Invocation, Any]:
+    def _explicit(self, inv: Invocation, cfg: object) -> tuple[Invocation, Any]:
         """The call with the platform that `cfg` asks for, and the parameters it holds, if any."""
         if cfg is None:
             return inv, None
@@ -119,7 +121,7 @@ class ConfigSelectorChain:
         return inv, cfg.params(inv.direction)
 
     def _known(self, inv: Invocation, supported: Supported) -> Choice | None:
-        """What an overlay, a cache or the shipped table says, if this device can still run it."""
+        """What an overlay, a cache or the shipped table says, if it is still supported."""
         for level, look_up in (
             ("overlay", lambda: caches.current_overlay(inv.key)),
             ("memory", lambda: self.cache.get(inv.key)),
@@ -189,21 +191,19 @@ class ConfigSelectorChain:
         self.emit("autotune_finish", key=inv.key, cfg=cfg, seconds=tuned.seconds)
         return tuned
 
-    def _remember(self, inv: Invocation, cfg: Any) -> None:
+    def _remember(self, inv: Invocation, cfg: object) -> None:
         with self._tuning:
             self._remembered += 1
             self.cache.put(inv.key, cfg)
 
-    def _disk(self, name: str) -> Any:
+    def _disk(self, name: str) -> PersistentCache | None:
         return self.persistent(name) if callable(self.persistent) else self.persistent
 
-    def _from_disk(self, key: Any) -> Any:
+    def _from_disk(self, key: Key) -> Any:
         disk = self._disk(_op_name(key))
         return None if disk is None else disk.get(key)
 
     def _from_package(self, inv: Invocation) -> Any:
-        from ejkernel.ops.persistent import ShippedTable
-
         device, _, call = inv.key
         for name in (inv.op.name, *inv.op.tuned_as):
             key = (device, inv.op.identifier(inv.direction, name), call)
@@ -216,7 +216,7 @@ def _choices(inv: Invocation, supported: Supported) -> list[Choice]:
     """Everything worth timing; a user's variant for a platform stands in for its general form."""
     return [
         Choice(source, chosen, params)
-        for source, chosen in (supported[:1] if inv.op.paired else supported)
+        for source, chosen in (supported[:1] if inv.op.backward_follows_forward else supported)
         for params in chosen.choices(inv.inputs, inv.spec, inv.device, _deterministic(inv))
     ]
 
@@ -226,24 +226,26 @@ def _deterministic(inv: Invocation) -> bool:
     return inv.platform not in (None, "auto") or settings.deterministic()
 
 
-def _op_name(key: Any) -> str:
+def _op_name(key: Key) -> str:
     return key[1].partition("@")[0].removesuffix(".backward")
 
 
-def _filled(params: Any, chosen: Pass, inv: Invocation) -> Any:
+def _filled(params: object, chosen: Pass, inv: Invocation) -> Any:
     """`params` with the fields left open taken from the heuristic."""
     guess = chosen.heuristic(inv.inputs, inv.spec, inv.device)
-    if guess is None or type(guess) is not type(params):
+    if not dataclasses.is_dataclass(guess) or isinstance(guess, type):
+        return params
+    if type(guess) is not type(params):
         return params
     given = {
         field.name: value
-        for field in dataclasses.fields(params)
+        for field in dataclasses.fields(guess)
         if (value := getattr(params, field.name)) is not None
     }
     return dataclasses.replace(guess, **given)
 
 
-def _restored(cfg: Any, inv: Invocation, supported: Supported) -> Choice | None:
+def _restored(cfg: object, inv: Invocation, supported: Supported) -> Choice | None:
     """A stored configuration as a choice; None when it is not supported here any more."""
     if cfg is None:
         return None

@@ -1,7 +1,7 @@
 """One `shard_map` for every op: a few specs given, the rest derived from the axis letters."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -9,18 +9,19 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from ejkernel.ops import axes
-from ejkernel.ops.implementation import Op
+from ejkernel.ops.implementation import CallInputs, Op
 
 Axes = tuple[str, ...]  # the mesh axes that split one dimension
+Letters = tuple[str, ...] | None  # of the dimensions of one array
 
 
 def shard(
     op: Op,
-    run: Callable[[Any], Any],
-    inputs: Any,
+    run: Callable[[CallInputs], Any],
+    inputs: CallInputs,
     mesh: Mesh | AbstractMesh,
-    in_specs: tuple[PartitionSpec | None, ...] | None,
-    out_specs: Any,
+    in_specs: object,
+    out_specs: object,
 ) -> Any:
     """`run(inputs)` with every array split over `mesh` as the specs and the letters say."""
     if in_specs is None:
@@ -48,22 +49,25 @@ def shard(
     return op.outputs(*(_once(x, letter, few) for x, letter in zip(outputs, results, strict=True)))
 
 
-def _letters(op: Op, inputs: Any) -> list[tuple[str, ...] | None]:
-    """The letters to split by: of a field that stays whole, batch and heads alone."""
+def _letters(op: Op, inputs: CallInputs) -> list[Letters]:
+    """The letters to split by: of a replicated field, batch and heads alone."""
     paths, _ = jax.tree_util.tree_flatten_with_path(inputs)
     return [
         tuple(x if x.lstrip("#") in ("b", "n") else "" for x in letters)
-        if letters and getattr(path[0], "name", None) in op.whole
+        if letters and getattr(path[0], "name", None) in op.replicated
         else letters
         for (path, _), letters in zip(paths, axes.of_leaves(inputs), strict=True)
     ]
 
 
 def _summed(
-    op: Op, run: Callable[[Any], Any], bound: Mapping[str, Axes], results: list
-) -> Callable:
-    """`run`, with what the shards of a reduced letter give added up."""
-    over = {axis: letter for letter in sorted(op.reduced) for axis in bound.get(letter, ())}
+    op: Op,
+    run: Callable[[CallInputs], Any],
+    bound: Mapping[str, Axes],
+    results: list[tuple[str, ...]],
+) -> Callable[[CallInputs], Any]:
+    """`run`, with the results of the shards summed over the axes of a contracted letter."""
+    over = {axis: letter for letter in sorted(op.contracted) for axis in bound.get(letter, ())}
     for letter in (letter.removeprefix("#") for letters in results for letter in letters):
         if shared := [axis for axis in bound.get(letter, ()) if axis in over]:
             raise ValueError(
@@ -73,13 +77,16 @@ def _summed(
     return (lambda inputs: jax.lax.psum(run(inputs), tuple(over))) if over else run
 
 
-def _bind(op: Op, inputs: Any, mesh: Any, in_specs: Any) -> dict[str, Axes]:
+def _bind(
+    op: Op, inputs: CallInputs, mesh: Mesh | AbstractMesh, in_specs: object
+) -> dict[str, Axes]:
     """Which mesh axes split each letter, from the specs that were given."""
     if isinstance(in_specs, PartitionSpec) or not isinstance(in_specs, tuple | list):
         raise ValueError(
             f"{op.name}: in_specs must be a tuple of PartitionSpecs, got {in_specs!r}."
         )
-    required = [name for name in inputs._fields if name not in inputs._field_defaults]
+    fields: tuple[str, ...] = getattr(inputs, "_fields", ())
+    required = [name for name in fields if name not in getattr(inputs, "_field_defaults", ())]
     least = min(3, sum(name in required for name in op.operands))
     if not least <= len(in_specs) <= len(op.operands):
         raise ValueError(
@@ -93,7 +100,7 @@ def _bind(op: Op, inputs: Any, mesh: Any, in_specs: Any) -> dict[str, Axes]:
         _check_axes(op, name, split, mesh)
         array = getattr(inputs, name, None)
         if array is None:
-            if any(split) and name not in type(inputs)._fields:
+            if any(split) and name not in fields:
                 raise ValueError(f"{op.name}: {name} cannot be split over a mesh, got {spec}.")
             continue
         letters = axes.of_field(type(inputs), name, array.ndim)
@@ -109,7 +116,7 @@ def _bind(op: Op, inputs: Any, mesh: Any, in_specs: Any) -> dict[str, Axes]:
             if over and letter not in op.shardable:
                 raise ValueError(
                     f"{op.name}: {name} cannot be split along {letter!r} over mesh axis "
-                    f"{'/'.join(over)}{op.hint.get(letter, '')}."
+                    f"{'/'.join(over)}{op.sharding_hints.get(letter, '')}."
                 )
             if bound.setdefault(letter, over) != over:
                 raise ValueError(
@@ -120,11 +127,11 @@ def _bind(op: Op, inputs: Any, mesh: Any, in_specs: Any) -> dict[str, Axes]:
     return bound
 
 
-def _mesh_axes(entry: Any) -> Axes:
+def _mesh_axes(entry: str | Iterable[str] | None) -> Axes:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def _check_axes(op: Op, name: str, split: list[Axes], mesh: Any) -> None:
+def _check_axes(op: Op, name: str, split: list[Axes], mesh: Mesh | AbstractMesh) -> None:
     for axis in (axis for entry in split for axis in entry):
         if axis not in mesh.axis_names:
             raise ValueError(
@@ -133,14 +140,16 @@ def _check_axes(op: Op, name: str, split: list[Axes], mesh: Any) -> None:
             )
 
 
-def _size(mesh: Any, over: Axes) -> int:
+def _size(mesh: Mesh | AbstractMesh, over: Axes) -> int:
     return math.prod(mesh.shape[axis] for axis in over)
 
 
-def _regroup(op: Op, inputs: Any, mesh: Any, bound: Mapping[str, Axes]) -> tuple[Any, dict]:
-    """Split key heads as the query heads they serve, repeated where there are too few of them."""
+def _regroup(
+    op: Op, inputs: CallInputs, mesh: Mesh | AbstractMesh, bound: Mapping[str, Axes]
+) -> tuple[CallInputs, dict[str, Axes]]:
+    """Split key heads as their query heads, repeated where there are too few of them."""
     bound = dict(bound)
-    for few, many in op.groups.items():
+    for few, many in op.grouped_axes.items():
         over = bound.get(many, ())
         if bound.get(few, ()) not in ((), over):
             raise ValueError(
@@ -150,7 +159,9 @@ def _regroup(op: Op, inputs: Any, mesh: Any, bound: Mapping[str, Axes]) -> tuple
         bound[few] = over
         shards = _size(mesh, over)
 
-        def repeat(x: Any, letter: Any, few: str = few, shards: int = shards) -> Any:
+        def repeat(
+            x: jax.Array, letter: Letters, few: str = few, shards: int = shards
+        ) -> jax.Array:
             if letter is None or few not in letter:
                 return x
             axis = letter.index(few)
@@ -163,18 +174,18 @@ def _regroup(op: Op, inputs: Any, mesh: Any, bound: Mapping[str, Axes]) -> tuple
     return inputs, bound
 
 
-def _few(op: Op, inputs: Any) -> dict[str, int]:
+def _few(op: Op, inputs: CallInputs) -> dict[str, int]:
     """How many key heads there are before any is repeated."""
     return {
         name: size
         for x, letters in zip(jax.tree.leaves(inputs), axes.of_leaves(inputs), strict=True)
         for size, name in zip(x.shape, letters or (), strict=False)
-        if name in op.groups
+        if name in op.grouped_axes
     }
 
 
-def _once(x: Any, letters: tuple[str, ...], few: Mapping[str, int]) -> Any:
-    """A result with each key head once, where its copies on other devices give the same."""
+def _once(x: jax.Array, letters: tuple[str, ...], few: Mapping[str, int]) -> jax.Array:
+    """A result with each key head once; its copies on other devices are equal."""
     for axis, name in enumerate(letters):
         if x.shape[axis] > few.get(name, x.shape[axis]):
             # Not a slice with a stride: its gradient comes out wrong when XLA splits the axis.
@@ -183,7 +194,13 @@ def _once(x: Any, letters: tuple[str, ...], few: Mapping[str, int]) -> Any:
     return x
 
 
-def _check_sizes(op: Op, leaves: list, letters: list, mesh: Any, bound: Mapping[str, Axes]) -> None:
+def _check_sizes(
+    op: Op,
+    leaves: list[Any],
+    letters: list[Letters],
+    mesh: Mesh | AbstractMesh,
+    bound: Mapping[str, Axes],
+) -> None:
     for x, letter in zip(leaves, letters, strict=True):
         for size, name in zip(x.shape, letter or (), strict=False):
             over = () if name.startswith("#") and size == 1 else bound.get(name.lstrip("#"), ())
@@ -195,11 +212,11 @@ def _check_sizes(op: Op, leaves: list, letters: list, mesh: Any, bound: Mapping[
 
 
 def _spec(
-    letters: tuple[str, ...] | None,
+    letters: Letters,
     bound: Mapping[str, Axes],
     shape: tuple[int, ...] | None = None,
 ) -> PartitionSpec:
-    """The spec of one array; an axis "#x" of size 1 serves every shard."""
+    """The spec of one array; an axis "#x" of size 1 is not split."""
     entries = []
     for position, letter in enumerate(letters or ()):
         over = bound.get(letter.removeprefix("#"), ())
@@ -209,18 +226,20 @@ def _spec(
     return PartitionSpec(*entries)
 
 
-def _trim(spec: Any) -> tuple[Axes, ...]:
+def _trim(spec: Iterable[str | Iterable[str] | None] | None) -> tuple[Axes, ...]:
     entries = [_mesh_axes(entry) for entry in (spec or ())]
     while entries and not entries[-1]:
         entries.pop()
     return tuple(entries)
 
 
-def _check_out_specs(op: Op, out_specs: Any, derived: tuple[PartitionSpec, ...]) -> None:
+def _check_out_specs(op: Op, out_specs: object, derived: tuple[PartitionSpec, ...]) -> None:
     """Given out_specs must say what the letters say: another layout would be wrong, not slow."""
     if out_specs is None:
         return
-    given = [out_specs] if isinstance(out_specs, PartitionSpec) else list(out_specs)
+    given: list[Any] = [out_specs]
+    if isinstance(out_specs, tuple | list) and not isinstance(out_specs, PartitionSpec):
+        given = list(out_specs)
     for one, expected in zip(given, derived, strict=False):
         if _trim(one) != _trim(expected):
             raise ValueError(

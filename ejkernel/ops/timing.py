@@ -30,7 +30,7 @@ class Measurement:
     median: float
 
 
-def measure(fn: Callable[..., Any], *args: Any, warmup: int = 1, iters: int = 3) -> Measurement:
+def measure(fn: Callable[..., Any], *args: object, warmup: int = 1, iters: int = 3) -> Measurement:
     """Time `fn(*args)` to the end of its computation.
 
     Args:
@@ -65,7 +65,7 @@ def measure(fn: Callable[..., Any], *args: Any, warmup: int = 1, iters: int = 3)
     return Measurement(best=min(samples), median=statistics.median(samples))
 
 
-def _sample(fn: Callable[..., Any], args: tuple, repeats: int, on_host: bool) -> float:
+def _sample(fn: Callable[..., Any], args: tuple[Any, ...], repeats: int, on_host: bool) -> float:
     """Seconds of a call. The host may run several at once; an accelerator has them queue up."""
     start = time.perf_counter()
     for _ in range(repeats):

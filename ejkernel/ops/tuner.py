@@ -16,11 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jaxtyping import PyTree
 
 from ejkernel import settings
 from ejkernel.errors import TuningWarning
 from ejkernel.ops import timing
-from ejkernel.ops.implementation import Choice
+from ejkernel.ops.implementation import CallInputs, Choice
 from ejkernel.ops.invocation import Invocation
 from ejkernel.ops.platform import Device, Platform
 
@@ -73,27 +74,31 @@ class Tuner:
         self,
         warmup: int = 1,
         iters: int = 3,
-        turn: AbstractContextManager | None = None,
+        turn: AbstractContextManager[object] | None = None,
         report: Callable[[Progress], None] | None = None,
     ) -> None:
         if warmup < 0 or iters < 1:
             raise ValueError(
                 f"Tuner: warmup must be at least 0 and iters at least 1, got {warmup} and {iters}."
             )
-        self.warmup, self.iters, self.turn = warmup, iters, turn or contextlib.nullcontext()
-        self.report = report or _print_progress
+        self.warmup: int = warmup
+        self.iters: int = iters
+        self.turn: AbstractContextManager[object] = turn or contextlib.nullcontext()
+        self.report: Callable[[Progress], None] = report or _print_progress
 
-    def measure(self, function: Any, *args: Any) -> float:
+    def measure(self, function: Callable[..., Any], *args: object) -> float:
         """Seconds of the fastest of `iters` runs of `function(*args)`."""
         return timing.measure(function, *args, warmup=self.warmup, iters=self.iters).best
 
-    def _seconds(self, run: Any, arguments: tuple, best: float) -> float:
-        """As `measure` finds them; of what is far slower than the best so far, by one sample."""
+    def time_candidate(
+        self, run: Callable[..., Any], arguments: tuple[Any, ...], best: float
+    ) -> float:
+        """As `measure`; a candidate far slower than the best so far gets one sample only."""
         once = timing.measure(run, *arguments, warmup=0, iters=1).best
         return once if once > _HOPELESS * best else self.measure(run, *arguments)
 
-    def _computed(self, run: Any, *arguments: Any) -> Any:
-        """The results of a jitted function, in its turn."""
+    def _computed(self, run: jax.stages.Wrapped, *arguments: object) -> Any:
+        """The results of a jitted function, computed while the device is held."""
         compiled = run.lower(*arguments).compile()
         with self.turn:
             return jax.block_until_ready(compiled(*arguments))
@@ -133,7 +138,9 @@ class Tuner:
 class _Race:
     """Candidates that are compiled together, checked and timed one after the other."""
 
-    def __init__(self, tuner: Tuner, inv: Invocation, arguments: tuple, judge: "_Judge") -> None:
+    def __init__(
+        self, tuner: Tuner, inv: Invocation, arguments: tuple[Any, ...], judge: "_Judge"
+    ) -> None:
         self._tuner, self._inv, self._arguments, self._judge = tuner, inv, arguments, judge
         self._start = time.monotonic()
         self.total = 0
@@ -159,7 +166,7 @@ class _Race:
                     with self._tuner.turn:
                         reason = self._judge.objection(run(*arguments))
                         if reason is None:
-                            seconds = self._tuner._seconds(run, arguments, self._best)
+                            seconds = self._tuner.time_candidate(run, arguments, self._best)
                 except Exception as error:  # whatever a candidate raises only costs it the race
                     reason, seconds = f"{type(error).__name__}: {error}".partition("\n")[0], None
                 if seconds is None:
@@ -184,10 +191,10 @@ class _Race:
         )
 
 
-def _runner(inv: Invocation, choice: Choice) -> Any:
+def _runner(inv: Invocation, choice: Choice) -> jax.stages.Wrapped:
     """The candidate's pass as a jitted function of the arguments."""
 
-    def run(*arguments: Any) -> Any:
+    def run(*arguments: PyTree) -> PyTree:
         if inv.direction == "backward" and inv.op.rarely_used_outputs:
             *others, d_outputs = arguments
             # Made in here: a compiler that sees zeros leaves out what they make superfluous.
@@ -202,7 +209,9 @@ def _runner(inv: Invocation, choice: Choice) -> Any:
 
 
 @contextlib.contextmanager
-def _compiled(runs: list, arguments: tuple, device: Device) -> Iterator[list[Callable[[], Any]]]:
+def _compiled(
+    runs: list[jax.stages.Wrapped], arguments: tuple[Any, ...], device: Device
+) -> Iterator[list[Callable[[], Callable[..., Any]]]]:
     """For each run a function that gives it compiled, or raises why it cannot be.
 
     For an accelerator the host compiles several at once; all of them are traced here, because
@@ -213,7 +222,7 @@ def _compiled(runs: list, arguments: tuple, device: Device) -> Iterator[list[Cal
         return
     pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1)
 
-    def begin(run: Any) -> Callable[[], Any]:
+    def begin(run: jax.stages.Wrapped) -> Callable[[], Callable[..., Any]]:
         try:
             return pool.submit(run.lower(*arguments).compile).result
         except Exception as error:
@@ -229,7 +238,7 @@ def _raise(error: Exception) -> Any:
     raise error
 
 
-def _arguments(inv: Invocation, computed: Callable[..., Any]) -> tuple:
+def _arguments(inv: Invocation, computed: Callable[..., Any]) -> tuple[Any, ...]:
     """Random data of the call's shapes; for a backward also residuals and cotangents."""
     inputs = _sample(inv)
     if inv.direction == "forward":
@@ -246,12 +255,12 @@ def _arguments(inv: Invocation, computed: Callable[..., Any]) -> tuple:
     return inputs, residuals, jax.tree.unflatten(treedef, cotangents)
 
 
-def _sample(inv: Invocation) -> Any:
+def _sample(inv: Invocation) -> CallInputs:
     """Random floats; integers as they came, or what the op says where they are not known yet."""
     leaves, treedef = jax.tree.flatten(inv.inputs)
     seeds = jax.random.split(jax.random.key(0), max(len(leaves), 1))
 
-    def draw(seed: Any, x: Any) -> Any:
+    def draw(seed: jax.Array, x: jax.Array | np.ndarray | jax.ShapeDtypeStruct) -> Any:
         if jnp.issubdtype(x.dtype, jnp.floating):
             return jax.random.normal(seed, x.shape, x.dtype)
         if isinstance(x, Tracer | jax.ShapeDtypeStruct):
@@ -261,7 +270,9 @@ def _sample(inv: Invocation) -> Any:
         return x
 
     drawn = jax.tree.unflatten(treedef, list(map(draw, seeds, leaves)))
-    return drawn if inv.op.sample is None else inv.op.sample(inv.inputs, drawn, inv.spec)
+    return (
+        drawn if inv.op.tuning_inputs is None else inv.op.tuning_inputs(inv.inputs, drawn, inv.spec)
+    )
 
 
 class _Judge:
@@ -271,14 +282,14 @@ class _Judge:
         self,
         inv: Invocation,
         choices: list[Choice],
-        arguments: tuple,
+        arguments: tuple[Any, ...],
         computed: Callable[..., Any],
     ) -> None:
         self.floor = _EPS * (32 if inv.direction == "forward" else 128)
         trusted = _by_xla(inv) or choices[0]
         try:
             plain = exact = _arrays(computed(_runner(inv, trusted), *arguments))
-            if not inv.op.native:
+            if not inv.op.differentiable_by_jax:
                 with jax.default_matmul_precision("highest"):
                     exact = _arrays(computed(_runner(inv, trusted), *_widened(arguments)))
             self._learn(plain, exact)
@@ -298,7 +309,7 @@ class _Judge:
             rounding = max(2 * _distance(one, other), 1.5 * last_place)
             self.allowed.append(rounding + eps * largest)
 
-    def objection(self, result: Any) -> str | None:
+    def objection(self, result: PyTree) -> str | None:
         """Why the result cannot be right, or None."""
         actual = _arrays(result)
         if self.exact is None:
@@ -321,11 +332,11 @@ def _by_xla(inv: Invocation) -> Choice | None:
     return Choice(source, run, run.heuristic(inputs, inv.spec, inv.device))
 
 
-def _arrays(tree: Any) -> list[jax.Array]:
+def _arrays(tree: PyTree) -> list[jax.Array]:
     return [jnp.asarray(x) for x in jax.tree.leaves(tree)]
 
 
-def _widened(tree: Any) -> Any:
+def _widened(tree: PyTree) -> PyTree:
     return jax.tree.map(
         lambda x: (
             x.astype(jnp.float32)

@@ -7,22 +7,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 
 @dataclasses.dataclass(frozen=True)
 class Draw:
     """An argument made from a random key when the workload is built."""
 
-    make: Callable[[jax.Array, Any], Any]
+    make: Callable[[jax.Array, DTypeLike], Any]
 
-    def __call__(self, key: jax.Array, dtype: Any) -> Any:
+    def __call__(self, key: jax.Array, dtype: DTypeLike) -> Any:
         return self.make(key, dtype)
 
 
 def normal(*shape: int, scale: float = 1.0) -> Draw:
     """Standard normal floats in the workload's dtype."""
 
-    def draw(key: jax.Array, dtype: Any) -> jax.Array:
+    def draw(key: jax.Array, dtype: DTypeLike) -> jax.Array:
         return (scale * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
 
     return Draw(draw)
@@ -54,7 +55,7 @@ class Workload:
         """The same call as one of the few that stand for all the others."""
         return dataclasses.replace(self, tags=self.tags | {"core"})
 
-    def build(self, seed: int = 0, dtype: Any = jnp.float32) -> dict[str, Any]:
+    def build(self, seed: int = 0, dtype: DTypeLike = jnp.float32) -> dict[str, Any]:
         """The arguments, freshly drawn."""
         keys = jax.random.split(jax.random.key(seed), max(len(self.arguments), 1))
         return {
@@ -62,13 +63,13 @@ class Workload:
             for key, (name, argument) in zip(keys, self.arguments.items(), strict=False)
         }
 
-    def abstract(self, dtype: Any = jnp.float32) -> dict[str, Any]:
+    def abstract(self, dtype: DTypeLike = jnp.float32) -> dict[str, Any]:
         """The arguments as shapes where they are arrays."""
         drawn = {n: a for n, a in self.arguments.items() if isinstance(a, Draw)}
         shapes = jax.eval_shape(lambda: {n: a(jax.random.key(0), dtype) for n, a in drawn.items()})
         return {**self.arguments, **shapes}
 
 
-def is_differentiable(x: Any) -> bool:
+def is_differentiable(x: object) -> bool:
     """Whether an argument is an array that can have a gradient."""
     return isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating)

@@ -40,7 +40,7 @@ def _workload(op, name):
 
 @pytest.fixture
 def two_candidates(monkeypatch):
-    def two(self, inputs, spec, device, ordered):
+    def two(self, inputs, spec, device, deterministic):
         first = self.heuristic(inputs, spec, device)
         return [first, dataclasses.replace(first, q_blocksize=16)]
 

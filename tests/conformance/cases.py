@@ -129,7 +129,7 @@ def _implementations() -> list[tuple[Op, Source, list[Case]]]:
 def refuses(case: Case, invocation: Invocation, direction: Any) -> str | None:
     """Why the implementation does not take this pass of a call; None: it does."""
     device = device_of(jax.tree.leaves(invocation.inputs))
-    if reason := case.source.elsewhere(device):
+    if reason := case.source.unavailable_on(device):
         return reason
     chosen = getattr(case.source.load(), direction)
     if chosen is None:

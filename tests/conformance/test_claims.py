@@ -87,7 +87,9 @@ def test_a_registered_function_supports_what_it_lists(monkeypatch):
 
     def pool(inputs, spec, params):
         calls.append(inputs)
-        return op.sources[-1].load().forward(inputs, spec, params, device=device_of([x]))
+        device, by_xla = device_of([x]), op.sources[-1].load().forward
+        assert params is None, "a function has no parameters of its own"
+        return by_xla(inputs, spec, by_xla.heuristic(inputs, spec, device), device=device)
 
     register()(pool)
     function_of(op.name)(x)
@@ -110,7 +112,7 @@ def test_a_pass_is_given_the_device_if_it_has_a_parameter_for_it():
 
 @pytest.mark.parametrize("name", OPS)
 def test_every_op_runs_anywhere(name):
-    """XLA serves every workload, forward and backward."""
+    """XLA supports every workload, forward and backward."""
     for call in calls_of(name):
         for direction in ("forward", "backward"):
             able, reasons = call.op.supporting(
@@ -121,7 +123,7 @@ def test_every_op_runs_anywhere(name):
 
 @pytest.mark.parametrize("case", all_cases())
 def test_a_refusal_names_the_platform_and_who_can(case: Case):
-    """Whoever cannot serve a workload says so before anything runs, and is never replaced."""
+    """An implementation that does not support a workload says so before anything runs."""
     call = case.shapes()
     device = device_of(jax.tree.leaves(call.inputs))
     able, _ = call.op.supporting("forward", call.inputs, call.spec, device, call.platform)

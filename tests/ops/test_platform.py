@@ -18,8 +18,8 @@ from ejkernel.ops.platform import (
 )
 
 
-def absent_mesh(kind="TPU v6 lite", platform="tpu", axis_type=AxisType.Explicit):
-    device = AbstractDevice(device_kind=kind, num_cores=1, platform=platform)
+def absent_mesh(kind="TPU v6 lite", platform="tpu", axis_type=AxisType.Explicit, num_cores=1):
+    device = AbstractDevice(device_kind=kind, num_cores=num_cores, platform=platform)
     return AbstractMesh((1,), ("x",), (axis_type,), abstract_device=device)
 
 
@@ -87,7 +87,26 @@ def test_shapes_with_a_sharding_are_judged_like_traced_arrays():
 )
 def test_the_compute_capability_of_an_absent_gpu_comes_from_its_name(kind, capability):
     device = seen_while_tracing(absent_mesh(kind, "cuda"))
-    assert device == Device("gpu", kind, capability, f"{kind}|absent")
+    assert device[:4] == ("gpu", kind, capability, f"{kind}|absent")
+
+
+@pytest.mark.parametrize(
+    ("kind", "multiprocessors", "shared_memory"),
+    [
+        ("NVIDIA H200", 132, 232_448),
+        ("NVIDIA H100 PCIe", 114, 232_448),
+        ("NVIDIA H20", 78, 232_448),
+        ("NVIDIA A100-SXM4-40GB", 108, 166_912),
+        ("NVIDIA Quadro P400", None, None),
+    ],
+)
+def test_the_sizes_of_an_absent_gpu_come_from_its_name(kind, multiprocessors, shared_memory):
+    device = seen_while_tracing(absent_mesh(kind, "cuda", num_cores=None))
+    assert device[4:] == (multiprocessors, shared_memory)
+
+
+def test_the_cores_of_an_absent_gpu_may_be_given():
+    assert seen_while_tracing(absent_mesh("NVIDIA H200", "cuda", num_cores=16))[4] == 16
 
 
 def test_a_mesh_without_a_device_says_nothing():
@@ -116,7 +135,8 @@ def test_a_gpu_is_described_by_name_driver_and_capability():
         client=types.SimpleNamespace(platform_version="PJRT C API\ncuda 13000"),
     )
     described = platform._describe.__wrapped__(gpu)
-    assert described == Device("gpu", "NVIDIA H200", (9, 0), "NVIDIA H200|PJRT C API cuda 13000")
+    fingerprint = "NVIDIA H200|PJRT C API cuda 13000"
+    assert described == Device("gpu", "NVIDIA H200", (9, 0), fingerprint, 132, 232_448)
 
 
 def test_what_has_no_cuda_capability_has_none():

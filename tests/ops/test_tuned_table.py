@@ -30,7 +30,7 @@ SPEC = Spec(softmax_scale=0.5)
 INPUTS = Inputs(*jax.random.normal(jax.random.key(0), (3, 1, 16, 2, 8)))
 
 
-def two_ways(ran, forward=xla.forward):
+def two_ways(ran, forward=xla.run_forward):
     """Flash attention by XLA under three names, which note who ran with what."""
 
     def implementation(name, forward):
@@ -42,14 +42,18 @@ def two_ways(ran, forward=xla.forward):
             # The blocks are told apart, but make no difference here.
             kind = {"forward": FwdParams, "backward": BwdParams}[direction]
             default = kind(q_blocksize=64, kv_blocksize=64)
-            return Pass(run=noted, heuristic=lambda *call: default)
+            return Pass(
+                run=noted, features=frozenset({"segments"}), heuristic=lambda *call: default
+            )
 
-        return Implementation(forward=of("forward", forward), backward=of("backward", xla.backward))
+        return Implementation(
+            forward=of("forward", forward), backward=of("backward", xla.run_backward)
+        )
 
     sources = [
-        Source(Platform.PALLAS, Backend.ANY, implementation("pallas", xla.forward)),
+        Source(Platform.PALLAS, Backend.ANY, implementation("pallas", xla.run_forward)),
         Source(Platform.TRITON, Backend.ANY, implementation("triton", forward)),
-        Source(Platform.XLA, Backend.ANY, implementation("xla", xla.forward)),
+        Source(Platform.XLA, Backend.ANY, implementation("xla", xla.run_forward)),
     ]
     return OP.renamed("flash_attention", sources=sources)
 
@@ -124,7 +128,7 @@ def test_with_a_table_the_first_call_tunes_nothing_and_pairs_the_best(
     assert blocks == {("forward", 16, 32), ("backward", 32, 16)}
 
 
-def test_a_case_of_an_op_is_served_by_the_table_of_that_op(tmp_path, monkeypatch, as_a_user_calls):
+def test_a_case_of_an_op_reads_the_table_of_that_op(tmp_path, monkeypatch, as_a_user_calls):
     """Unless its configurations have other fields."""
     op, events = two_ways([]), []
     tuned = FlashAttentionConfig(platform="xla")
@@ -146,7 +150,7 @@ def test_scaled_dot_product_attention_reads_what_flash_attention_was_tuned_to():
         for name in ("flash_attention", "scaled_dot_product_attention"):
             call = subjects.one(name).invocation(arrays | {"causal": True})
             keys[name] = call.call_key
-            assert call.op.kin == (() if name == "flash_attention" else ("flash_attention",))
+            assert call.op.tuned_as == (() if name == "flash_attention" else ("flash_attention",))
 
     jax.eval_shape(look, arrays)
     assert len(keys) == 2
@@ -183,7 +187,10 @@ def test_a_platform_far_behind_is_not_looked_at_closely():
     several = [FwdParams(q_blocksize=size) for size in (8, 16, 32)]
     passes = {
         platform: Pass(
-            run=xla.forward, heuristic=lambda *call: several[0], candidates=lambda *call: several
+            run=xla.run_forward,
+            features=frozenset(),
+            heuristic=lambda *call: several[0],
+            candidates=lambda *call: several,
         )
         for platform in (Platform.PALLAS, Platform.TRITON)
     }
@@ -196,7 +203,7 @@ def test_a_platform_far_behind_is_not_looked_at_closely():
     )
     call = dataclasses.replace(call, platform=None)
     watch = Stopwatch(1.0, 4.0, 9.0, 0.9, 0.8)
-    watch._seconds = lambda run, arguments, best: watch.measure(run)
+    watch.time_candidate = lambda run, arguments, best: watch.measure(run)
     tuned = executor(watch, []).chooser.tune(call)
     assert tuned is not None
     assert (tuned.best.source.platform, tuned.best.params.q_blocksize) == (Platform.PALLAS, 32)
@@ -225,18 +232,20 @@ def test_one_platform_alone_is_still_compared_with_xla():
 def test_bits_that_change_are_for_auto_alone():
     """A platform by name, or a user who asks for it, gets the same bits in every run."""
     kinds = {
-        ordered: BwdParams(q_blocksize=64, ordered=None if ordered else False)
-        for ordered in (True, False)
+        deterministic: BwdParams(q_blocksize=64, deterministic=None if deterministic else False)
+        for deterministic in (True, False)
     }
     backward = Pass(
-        run=xla.backward,
+        run=xla.run_backward,
+        features=frozenset(),
         heuristic=lambda *call: kinds[True],
-        unordered=lambda *call: kinds[False],
+        nondeterministic=lambda *call: kinds[False],
     )
     source = Source(Platform.PALLAS, Backend.ANY, Implementation(backward=backward))
     call = dataclasses.replace(calls(OP)[1], op=OP.renamed("flash_attention", sources=[source]))
     policy = AutotunePolicy(allow_autotune=False)
-    chosen = lambda call: ConfigSelectorChain(ConfigCache(), policy).choose(call).params.ordered
+    chooser = ConfigSelectorChain(ConfigCache(), policy)
+    chosen = lambda call: chooser.choose(call).params.deterministic
     assert chosen(call) is False
     assert chosen(dataclasses.replace(call, platform="pallas")) is None
     key = call.key
@@ -247,7 +256,9 @@ def test_bits_that_change_are_for_auto_alone():
 
 
 def test_backward_passes_are_tuned_without_a_gradient_of_the_log_sum_exp():
-    shown = Pass(run=lambda inputs, residuals, d_outputs, spec, params: d_outputs)
+    shown = Pass(
+        run=lambda inputs, residuals, d_outputs, spec, params: d_outputs, features=frozenset()
+    )
     call = calls(OP)[1]
     run = tuners._runner(call, Choice(OP.sources[0], shown, None))
     ones = Outputs(jnp.ones((1, 16, 2, 8)), jnp.ones((1, 2, 16)))

@@ -28,10 +28,11 @@ from ejkernel.kernels.common.masking import Extent, attention_rule, chunk_rule
 from ejkernel.kernels.flash_attention.inputs import Inputs, Spec
 from ejkernel.ops import executor
 from ejkernel.ops.executor import Request
-from ejkernel.ops.module import Module
+from ejkernel.ops.module import BoundFunction, Module, operation
 from ejkernel.types.mask import MaskInfo
 
 
+@operation
 def blocksparse_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -172,5 +173,5 @@ def _with_swapped_axes(spec: PartitionSpec | None) -> PartitionSpec | None:
 class BlockSparseAttention(Module):
     """Block-sparse attention as an object; see `blocksparse_attention`."""
 
-    function = staticmethod(blocksparse_attention)
+    __call__ = BoundFunction(blocksparse_attention)
     config = BlockSparseAttentionConfig

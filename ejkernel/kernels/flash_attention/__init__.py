@@ -21,7 +21,7 @@ OP = Op(
     shardable=frozenset("bnk"),
     bucketed=frozenset("bts"),
     rarely_used_outputs=frozenset({"lse"}),
-    groups={"k": "n"},
-    hint=dict.fromkeys("ts", "; for a split sequence there is ring_attention"),
-    sample=sample,
+    grouped_axes={"k": "n"},
+    sharding_hints=dict.fromkeys("ts", "; for a split sequence there is ring_attention"),
+    tuning_inputs=sample,
 )

@@ -1,7 +1,8 @@
 """The call: what it takes, what it means, how it becomes `Inputs` and `Spec`."""
 
-from typing import Any
+from typing import Literal, NamedTuple, overload
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import ArrayLike
@@ -20,12 +21,68 @@ from ejkernel.kernels.flash_attention.inputs import Dropout, Inputs, Spec
 from ejkernel.ops import executor
 from ejkernel.ops.executor import Request
 from ejkernel.ops.implementation import Op
-from ejkernel.ops.module import Module, public
+from ejkernel.ops.module import BoundFunction, Module, operation
 from ejkernel.types.mask import MaskInfo
 
 
-def attend(
-    op: Op,
+@overload
+def flash_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    cum_seqlens_q: ArrayLike | None = None,
+    cum_seqlens_k: ArrayLike | None = None,
+    softmax_aux: ArrayLike | None = None,
+    *,
+    mask_info: MaskInfo | None = None,
+    attention_mask: ArrayLike | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    causal_offset: int | ArrayLike = 0,
+    sliding_window: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    dropout_prob: float = 0.0,
+    dropout_seed: int | ArrayLike | None = None,
+    return_lse: Literal[False] = False,
+    platform: str | None = None,
+    cfg: FlashAttentionConfig | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: tuple[PartitionSpec | None, ...] | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | None = None,
+) -> jax.Array: ...
+
+
+@overload
+def flash_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    cum_seqlens_q: ArrayLike | None = None,
+    cum_seqlens_k: ArrayLike | None = None,
+    softmax_aux: ArrayLike | None = None,
+    *,
+    mask_info: MaskInfo | None = None,
+    attention_mask: ArrayLike | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    causal_offset: int | ArrayLike = 0,
+    sliding_window: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    dropout_prob: float = 0.0,
+    dropout_seed: int | ArrayLike | None = None,
+    return_lse: Literal[True],
+    platform: str | None = None,
+    cfg: FlashAttentionConfig | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: tuple[PartitionSpec | None, ...] | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@operation
+def flash_attention(
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
@@ -49,7 +106,7 @@ def attend(
     mesh: Mesh | AbstractMesh | None = None,
     in_specs: tuple[PartitionSpec | None, ...] | None = None,
     out_specs: PartitionSpec | tuple[PartitionSpec, ...] | None = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Exact softmax attention whose memory is linear in the sequence length.
 
     For each query row, over the keys it may see,
@@ -104,13 +161,62 @@ def attend(
     >>> flash_attention(x, x, x, causal=True).shape
     (2, 128, 8, 64)
     """
-    name = op.name
-    query, key, value = (
-        as_array(name, "query", query),
-        as_array(name, "key", key),
-        as_array(name, "value", value),
+    request = Request(platform, cfg, mesh, in_specs, out_specs)
+    return attend(
+        OP,
+        Operands(query, key, value, bias, softmax_aux, cum_seqlens_q, cum_seqlens_k),
+        MaskArguments(mask_info, attention_mask, causal, causal_offset, sliding_window),
+        SoftmaxArguments(softmax_scale, logits_soft_cap, dropout_prob, dropout_seed),
+        request,
+        return_lse,
     )
-    packed_rank = query.ndim == 3 and cum_seqlens_q is not None
+
+
+class Operands(NamedTuple):
+    """The arrays of a call, as the caller gave them."""
+
+    query: ArrayLike
+    key: ArrayLike
+    value: ArrayLike
+    bias: ArrayLike | None
+    softmax_aux: ArrayLike | None
+    cum_seqlens_q: ArrayLike | None
+    cum_seqlens_k: ArrayLike | None
+
+
+class MaskArguments(NamedTuple):
+    """Which keys a query sees, as the caller gave it."""
+
+    mask_info: MaskInfo | None
+    attention_mask: ArrayLike | None
+    causal: bool
+    causal_offset: int | ArrayLike
+    sliding_window: int | tuple[int, int] | None
+
+
+class SoftmaxArguments(NamedTuple):
+    """What becomes of the logits and the weights, as the caller gave it."""
+
+    softmax_scale: float | None
+    logits_soft_cap: float | None
+    dropout_prob: float
+    dropout_seed: int | ArrayLike | None
+
+
+def attend(
+    op: Op,
+    operands: Operands,
+    mask: MaskArguments,
+    softmax: SoftmaxArguments,
+    request: Request,
+    return_lse: bool,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Check the arguments of `op`, flash attention under one of its names, and run the call."""
+    name = op.name
+    query = as_array(name, "query", operands.query)
+    key = as_array(name, "key", operands.key)
+    value = as_array(name, "value", operands.value)
+    packed_rank = query.ndim == 3 and operands.cum_seqlens_q is not None
     if packed_rank:
         query, key, value = query[None], key[None], value[None]
     check_attention_shapes(name, query, key, value)
@@ -119,42 +225,35 @@ def attend(
         query,
         key,
         value,
-        bias=bias_of_rank_four(name, bias, extent),
-        sinks=sinks_per_head(name, softmax_aux, extent.heads),
+        bias=bias_of_rank_four(name, operands.bias, extent),
+        sinks=sinks_per_head(name, operands.softmax_aux, extent.heads),
         mask=attention_rule(
             name,
             extent,
-            mask_info=mask_info,
-            attention_mask=attention_mask,
-            causal=causal,
-            causal_offset=causal_offset,
-            sliding_window=sliding_window,
-            cum_seqlens_q=cum_seqlens_q,
-            cum_seqlens_k=cum_seqlens_k,
+            **mask._asdict(),
+            cum_seqlens_q=operands.cum_seqlens_q,
+            cum_seqlens_k=operands.cum_seqlens_k,
         ),
-        dropout=_dropout(name, dropout_prob, dropout_seed, extent),
+        dropout=_dropout(name, softmax.dropout_prob, softmax.dropout_seed, extent),
     )
     spec = Spec(
-        softmax_scale=scale_of_logits(name, softmax_scale, query.shape[3]),
-        logits_soft_cap=bound_of_logits(name, logits_soft_cap),
-        dropout_prob=float(dropout_prob),
+        softmax_scale=scale_of_logits(name, softmax.softmax_scale, query.shape[3]),
+        logits_soft_cap=bound_of_logits(name, softmax.logits_soft_cap),
+        dropout_prob=float(softmax.dropout_prob),
     )
     if 0 in (*extent, value.shape[3]):
         out = jnp.zeros((*query.shape[:3], value.shape[3]), query.dtype)
         lse = jnp.full((extent.batch, extent.heads, extent.queries), -jnp.inf, jnp.float32)
     else:
-        request = Request(platform, cfg, mesh, _tuple(in_specs), _tuple(out_specs))
         out, lse = executor.run(op, inputs, spec, request)
     if packed_rank:
         out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out
 
 
-def _tuple(specs: Any) -> Any:
-    return tuple(specs) if isinstance(specs, list) else specs
-
-
-def _dropout(op: str, probability: float, seed: Any, extent: Extent) -> Dropout | None:
+def _dropout(
+    op: str, probability: float, seed: int | ArrayLike | None, extent: Extent
+) -> Dropout | None:
     if not 0.0 <= static_number(op, "dropout_prob", probability) < 1.0:
         raise ValueError(f"{op}: dropout_prob must be in [0, 1), got {probability}.")
     if probability == 0.0:
@@ -171,11 +270,8 @@ def _dropout(op: str, probability: float, seed: Any, extent: Extent) -> Dropout 
     )
 
 
-flash_attention = public(attend, OP, __name__)
-
-
 class FlashAttention(Module):
     """Flash attention as an object; see `flash_attention`."""
 
-    function = flash_attention
+    __call__ = BoundFunction(flash_attention)
     config = FlashAttentionConfig

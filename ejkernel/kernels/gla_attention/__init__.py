@@ -17,7 +17,7 @@ OP = Op(
     operands=("query", "key", "value", "gate"),
     shardable=frozenset("bnk"),
     bucketed=frozenset("bs"),
-    groups={"k": "n"},
-    hint={"s": "; run the parts in turn and hand each the state of the one before"},
-    sample=sample,
+    grouped_axes={"k": "n"},
+    sharding_hints={"s": "; run the parts in turn and hand each the state of the one before"},
+    tuning_inputs=sample,
 )

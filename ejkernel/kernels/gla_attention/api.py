@@ -1,7 +1,7 @@
 """The call: what it takes, what it means, how it becomes `Inputs` and `Spec`."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,52 @@ from ejkernel.kernels.gla_attention.inputs import Inputs, Spec
 from ejkernel.ops import executor
 from ejkernel.ops.executor import Request
 from ejkernel.ops.implementation import Op
-from ejkernel.ops.module import Module
+from ejkernel.ops.module import BoundFunction, Module, operation
 
 
+@overload
+def gla_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    gate: ArrayLike | None = None,
+    g_gamma: ArrayLike | None = None,
+    initial_state: ArrayLike | None = None,
+    cu_seqlens: ArrayLike | None = None,
+    *,
+    softmax_scale: float | None = None,
+    reverse: bool = False,
+    return_state: Literal[False] = False,
+    platform: str | None = None,
+    cfg: GLAttentionConfig | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: tuple[PartitionSpec | None, ...] | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | None = None,
+) -> jax.Array: ...
+
+
+@overload
+def gla_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    gate: ArrayLike | None = None,
+    g_gamma: ArrayLike | None = None,
+    initial_state: ArrayLike | None = None,
+    cu_seqlens: ArrayLike | None = None,
+    *,
+    softmax_scale: float | None = None,
+    reverse: bool = False,
+    return_state: Literal[True],
+    platform: str | None = None,
+    cfg: GLAttentionConfig | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: tuple[PartitionSpec | None, ...] | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@operation
 def gla_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -40,7 +83,7 @@ def gla_attention(
     mesh: Mesh | AbstractMesh | None = None,
     in_specs: tuple[PartitionSpec | None, ...] | None = None,
     out_specs: PartitionSpec | tuple[PartitionSpec, ...] | None = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Gated linear attention: a state of fixed size that fades, learns a token, and is asked.
 
         state[t] = exp(gate[t] + g_gamma) * state[t - 1] + key[t] value[t]^T
@@ -258,5 +301,5 @@ def _nothing(inputs: Inputs) -> tuple[jax.Array, jax.Array]:
 class GLAttention(Module):
     """Gated linear attention as an object; see `gla_attention`."""
 
-    function = staticmethod(gla_attention)
+    __call__ = BoundFunction(gla_attention)
     config = GLAttentionConfig

@@ -18,7 +18,7 @@ OP = Op(
     ],
     operands=("inputs", "weights", "group_ids", "group_offset", "existing_out"),
     shardable=frozenset("rekn"),
-    reduced=frozenset("ek"),
+    contracted=frozenset("ek"),
     bucketed=frozenset("br"),
-    sample=sample,
+    tuning_inputs=sample,
 )

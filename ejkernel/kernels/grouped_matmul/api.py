@@ -20,9 +20,10 @@ from ejkernel.kernels.grouped_matmul.inputs import (
 )
 from ejkernel.ops import executor
 from ejkernel.ops.executor import Request
-from ejkernel.ops.module import Module
+from ejkernel.ops.module import BoundFunction, Module, operation
 
 
+@operation
 def grouped_matmul(
     inputs: ArrayLike,
     weights: ArrayLike,
@@ -275,5 +276,5 @@ def _existing(
 class GroupedMatmul(Module):
     """Grouped matmul as an object; see `grouped_matmul`."""
 
-    function = staticmethod(grouped_matmul)
+    __call__ = BoundFunction(grouped_matmul)
     config = GroupedMatmulConfig

@@ -1,7 +1,7 @@
 """The call: gated linear attention whose only decay is one for each head."""
 
 import operator
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,58 @@ from ejkernel.kernels.gla_attention.api import Recurrence, recur
 from ejkernel.kernels.lightning_attention import OP
 from ejkernel.kernels.lightning_attention.config import LightningAttentionConfig
 from ejkernel.ops.executor import Request
-from ejkernel.ops.module import Module
+from ejkernel.ops.module import BoundFunction, Module, operation
 
 _NAME = "lightning_attention"
 
 
+@overload
+def lightning_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    decay: ArrayLike | None = None,
+    initial_state: ArrayLike | None = None,
+    cu_seqlens: ArrayLike | None = None,
+    *,
+    g_gamma: ArrayLike | None = None,
+    layer_idx: int | ArrayLike | None = None,
+    num_layers: int | None = None,
+    softmax_scale: float | None = None,
+    reverse: bool = False,
+    return_state: Literal[False] = False,
+    platform: str | None = None,
+    cfg: LightningAttentionConfig | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: tuple[PartitionSpec | None, ...] | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | None = None,
+) -> jax.Array: ...
+
+
+@overload
+def lightning_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    decay: ArrayLike | None = None,
+    initial_state: ArrayLike | None = None,
+    cu_seqlens: ArrayLike | None = None,
+    *,
+    g_gamma: ArrayLike | None = None,
+    layer_idx: int | ArrayLike | None = None,
+    num_layers: int | None = None,
+    softmax_scale: float | None = None,
+    reverse: bool = False,
+    return_state: Literal[True],
+    platform: str | None = None,
+    cfg: LightningAttentionConfig | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: tuple[PartitionSpec | None, ...] | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@operation
 def lightning_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -38,7 +85,7 @@ def lightning_attention(
     mesh: Mesh | AbstractMesh | None = None,
     in_specs: tuple[PartitionSpec | None, ...] | None = None,
     out_specs: PartitionSpec | tuple[PartitionSpec, ...] | None = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Linear attention in which each key head forgets at a pace of its own.
 
         state[t] = decay * state[t - 1] + key[t] value[t]^T
@@ -155,5 +202,5 @@ def _of_layer(layer: Any, layers: Any, heads: int) -> jax.Array:
 class LightningAttention(Module):
     """Lightning attention as an object; see `lightning_attention`."""
 
-    function = staticmethod(lightning_attention)
+    __call__ = BoundFunction(lightning_attention)
     config = LightningAttentionConfig

@@ -16,5 +16,5 @@ OP = Op(
     operands=("x", "attention_mask"),
     shardable=frozenset("bd"),
     bucketed=frozenset("bs"),
-    sample=sample,
+    tuning_inputs=sample,
 )

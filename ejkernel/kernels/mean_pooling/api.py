@@ -13,9 +13,10 @@ from ejkernel.kernels.mean_pooling.config import MeanPoolingConfig
 from ejkernel.kernels.mean_pooling.inputs import Inputs, Spec
 from ejkernel.ops import executor
 from ejkernel.ops.executor import Request
-from ejkernel.ops.module import Module
+from ejkernel.ops.module import BoundFunction, Module, operation
 
 
+@operation
 def mean_pooling(
     x: ArrayLike,
     attention_mask: ArrayLike | None = None,
@@ -134,5 +135,5 @@ def _packed(
 class MeanPooling(Module):
     """Mean pooling as an object; see `mean_pooling`."""
 
-    function = staticmethod(mean_pooling)
+    __call__ = BoundFunction(mean_pooling)
     config = MeanPoolingConfig

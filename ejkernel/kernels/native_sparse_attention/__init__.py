@@ -16,7 +16,7 @@ OP = Op(
     operands=("query", "key", "value", "g_cmp", "g_slc", "g_swa"),
     shardable=frozenset("bnk"),
     bucketed=frozenset("bt"),
-    groups={"k": "n"},
-    hint={"t": "; every token may choose blocks from all of its sequence"},
-    sample=sample,
+    grouped_axes={"k": "n"},
+    sharding_hints={"t": "; every token may choose blocks from all of its sequence"},
+    tuning_inputs=sample,
 )

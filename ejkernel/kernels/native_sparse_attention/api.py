@@ -1,7 +1,7 @@
 """The call: what it takes, what it means, how it becomes `Inputs` and `Spec`."""
 
 import operator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,60 @@ from ejkernel.kernels.native_sparse_attention.inputs import Inputs, Spec
 from ejkernel.kernels.native_sparse_attention.selection import select_blocks
 from ejkernel.ops import executor
 from ejkernel.ops.executor import Request
-from ejkernel.ops.module import Module
+from ejkernel.ops.module import BoundFunction, Module, operation
 
 _NAME = OP.name
 
 
+@overload
+def native_sparse_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    g_cmp: ArrayLike | None = None,
+    g_slc: ArrayLike | None = None,
+    g_swa: ArrayLike | None = None,
+    block_indices: ArrayLike | None = None,
+    block_counts: int | ArrayLike = 16,
+    cu_seqlens: ArrayLike | None = None,
+    *,
+    block_size: int = 64,
+    sliding_window: int | None = None,
+    softmax_scale: float | None = None,
+    return_block_indices: Literal[False] = False,
+    platform: str | None = None,
+    cfg: NativeSparseAttentionConfig | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: tuple[PartitionSpec | None, ...] | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | None = None,
+) -> jax.Array: ...
+
+
+@overload
+def native_sparse_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    g_cmp: ArrayLike | None = None,
+    g_slc: ArrayLike | None = None,
+    g_swa: ArrayLike | None = None,
+    block_indices: ArrayLike | None = None,
+    block_counts: int | ArrayLike = 16,
+    cu_seqlens: ArrayLike | None = None,
+    *,
+    block_size: int = 64,
+    sliding_window: int | None = None,
+    softmax_scale: float | None = None,
+    return_block_indices: Literal[True],
+    platform: str | None = None,
+    cfg: NativeSparseAttentionConfig | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: tuple[PartitionSpec | None, ...] | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@operation
 def native_sparse_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -47,7 +96,7 @@ def native_sparse_attention(
     mesh: Mesh | AbstractMesh | None = None,
     in_specs: tuple[PartitionSpec | None, ...] | None = None,
     out_specs: PartitionSpec | tuple[PartitionSpec, ...] | None = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention over chosen blocks of keys, beside a compressed view and a window; always causal.
 
         output = g_slc * selected + g_cmp * compressed + g_swa * windowed
@@ -137,7 +186,7 @@ def native_sparse_attention(
         # Lists without an entry say what an entry of no block says.
         named = chosen if chosen.shape[-1] else jnp.full((*chosen.shape[:3], 1), -1, jnp.int32)
         inputs = Inputs(query, key, value, named, **gates, cu_seqlens=cu_seqlens)
-        request = Request(platform, cfg, mesh, _tuple(in_specs), _tuple(out_specs))
+        request = Request(platform, cfg, mesh, in_specs, out_specs)
         out = executor.run(OP, inputs, spec, request).out
     if packed_rank:
         out, chosen = out[0], chosen[0]
@@ -222,10 +271,6 @@ def _batched(x: jax.Array, packed_rank: bool) -> jax.Array:
     return x[None] if packed_rank else x
 
 
-def _tuple(specs: Any) -> Any:
-    return tuple(specs) if isinstance(specs, list) else specs
-
-
 def _gate(name: str, gate: Any, query: jax.Array, packed_rank: bool) -> jax.Array | None:
     if gate is None:
         return None
@@ -275,5 +320,5 @@ def _cumulative(cum: Any, query: jax.Array) -> jax.Array | None:
 class NativeSparseAttention(Module):
     """Native sparse attention as an object; see `native_sparse_attention`."""
 
-    function = staticmethod(native_sparse_attention)
+    __call__ = BoundFunction(native_sparse_attention)
     config = NativeSparseAttentionConfig

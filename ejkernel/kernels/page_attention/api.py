@@ -1,7 +1,7 @@
 """The call: what it takes, what it means, how it becomes that of the ragged op."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, overload
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ from ejkernel.kernels.ragged_page_attention_v3.api import attend
 from ejkernel.kernels.ragged_page_attention_v3.config import PagedConfig
 from ejkernel.kernels.ragged_page_attention_v3.inputs import Spec
 from ejkernel.ops.executor import Request
-from ejkernel.ops.module import Module
+from ejkernel.ops.module import BoundFunction, Module, operation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,55 @@ class PageSpec(Spec):
     config: ClassVar[type[PagedConfig]] = PageAttentionConfig
 
 
+@overload
+def page_attention(
+    query: ArrayLike,
+    key_cache: ArrayLike,
+    value_cache: ArrayLike,
+    context_lens: ArrayLike,
+    block_tables: ArrayLike,
+    *,
+    softmax_aux: ArrayLike | None = None,
+    softmax_scale: float | None = None,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    kv_layout: str = "NHD",
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
+    return_lse: Literal[False] = False,
+    platform: str | None = None,
+    cfg: PageAttentionConfig | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: tuple[PartitionSpec | None, ...] | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | None = None,
+) -> jax.Array: ...
+
+
+@overload
+def page_attention(
+    query: ArrayLike,
+    key_cache: ArrayLike,
+    value_cache: ArrayLike,
+    context_lens: ArrayLike,
+    block_tables: ArrayLike,
+    *,
+    softmax_aux: ArrayLike | None = None,
+    softmax_scale: float | None = None,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    kv_layout: str = "NHD",
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
+    return_lse: Literal[True],
+    platform: str | None = None,
+    cfg: PageAttentionConfig | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: tuple[PartitionSpec | None, ...] | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@operation
 def page_attention(
     query: ArrayLike,
     key_cache: ArrayLike,
@@ -47,7 +96,7 @@ def page_attention(
     mesh: Mesh | AbstractMesh | None = None,
     in_specs: tuple[PartitionSpec | None, ...] | None = None,
     out_specs: PartitionSpec | tuple[PartitionSpec, ...] | None = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention of a batch of decoding sequences over a cache of pages.
 
     Position `j` of sequence `b` lies in slot `j % block_size` of page
@@ -139,7 +188,7 @@ def page_attention(
     if alone:
         in_specs = arguments.rearranged_specs(in_specs, _ALONE)
         out_specs = _out_specs(out_specs)
-    request = Request(platform, cfg, mesh, _tuple(in_specs), _tuple(out_specs))
+    request = Request(platform, cfg, mesh, in_specs, out_specs)
     names = ("context_lens", "block_tables")
     out, lse = attend(OP, PageSpec, query, cache, sequences, options, request, names)
     if alone:
@@ -158,12 +207,8 @@ def _out_specs(specs: Any) -> Any:
     return arguments.rearranged_specs(specs, _ALONE)
 
 
-def _tuple(specs: Any) -> Any:
-    return tuple(specs) if isinstance(specs, list) else specs
-
-
 class PageAttention(Module):
     """Attention over pages as an object; see `page_attention`."""
 
-    function = staticmethod(page_attention)
+    __call__ = BoundFunction(page_attention)
     config = PageAttentionConfig

@@ -1,7 +1,7 @@
 """The call: what it takes, what it means, how it becomes that of the next version."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +17,14 @@ from ejkernel.kernels.ragged_page_attention_v2.config import RaggedPageAttention
 from ejkernel.kernels.ragged_page_attention_v3.api import (
     RAGGED,
     attend,
+    ragged_lse,
     ragged_out_specs,
-    ragged_results,
+    ragged_output,
 )
 from ejkernel.kernels.ragged_page_attention_v3.config import PagedConfig
 from ejkernel.kernels.ragged_page_attention_v3.inputs import Spec
 from ejkernel.ops.executor import Request
-from ejkernel.ops.module import Module
+from ejkernel.ops.module import BoundFunction, Module, operation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,57 @@ class CombinedSpec(Spec):
     config: ClassVar[type[PagedConfig]] = RaggedPageAttentionv2Config
 
 
+@overload
+def ragged_page_attention_v2(
+    query: ArrayLike,
+    kv_pages: ArrayLike,
+    context_lens: ArrayLike,
+    block_tables: ArrayLike,
+    query_start_loc: ArrayLike,
+    num_seqs: int | ArrayLike,
+    *,
+    softmax_aux: ArrayLike | None = None,
+    softmax_scale: float | None = None,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    kv_layout: str = "NHD",
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
+    return_lse: Literal[False] = False,
+    platform: str | None = None,
+    cfg: RaggedPageAttentionv2Config | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: tuple[PartitionSpec | None, ...] | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | None = None,
+) -> jax.Array: ...
+
+
+@overload
+def ragged_page_attention_v2(
+    query: ArrayLike,
+    kv_pages: ArrayLike,
+    context_lens: ArrayLike,
+    block_tables: ArrayLike,
+    query_start_loc: ArrayLike,
+    num_seqs: int | ArrayLike,
+    *,
+    softmax_aux: ArrayLike | None = None,
+    softmax_scale: float | None = None,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    kv_layout: str = "NHD",
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
+    return_lse: Literal[True],
+    platform: str | None = None,
+    cfg: RaggedPageAttentionv2Config | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: tuple[PartitionSpec | None, ...] | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@operation
 def ragged_page_attention_v2(
     query: ArrayLike,
     kv_pages: ArrayLike,
@@ -54,7 +106,7 @@ def ragged_page_attention_v2(
     mesh: Mesh | AbstractMesh | None = None,
     in_specs: tuple[PartitionSpec | None, ...] | None = None,
     out_specs: PartitionSpec | tuple[PartitionSpec, ...] | None = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Ragged attention over a cache whose pages hold keys and values together.
 
     The meaning is that of `ragged_page_attention_v3` with `key_pages = kv_pages[:, :, 0::2]` and
@@ -126,7 +178,8 @@ def ragged_page_attention_v2(
     names = ("context_lens", "block_tables")
     rows = jax.lax.expand_dims(query, (0,))
     outputs = attend(OP, CombinedSpec, rows, cache, sequences, options, request, names)
-    return ragged_results(outputs, return_lse)
+    out = ragged_output(outputs)
+    return (out, ragged_lse(outputs)) if return_lse else out
 
 
 def _sequences(
@@ -168,5 +221,5 @@ def _sequences(
 class RaggedPageAttentionv2(Module):
     """Ragged attention over combined pages as an object; see `ragged_page_attention_v2`."""
 
-    function = staticmethod(ragged_page_attention_v2)
+    __call__ = BoundFunction(ragged_page_attention_v2)
     config = RaggedPageAttentionv2Config

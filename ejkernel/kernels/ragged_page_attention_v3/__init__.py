@@ -28,7 +28,7 @@ OP = Op(
     ),
     shardable=frozenset("nk"),
     bucketed=frozenset("btsjp"),
-    groups={"k": "n"},
-    hint={"t": "; the sequences share one list of queries: split the heads"},
-    sample=sample,
+    grouped_axes={"k": "n"},
+    sharding_hints={"t": "; the sequences share one list of queries: split the heads"},
+    tuning_inputs=sample,
 )

@@ -1,6 +1,6 @@
 """The call: what it takes, what it means, how it becomes `Inputs` and `Spec`."""
 
-from typing import Any
+from typing import Any, Literal, Protocol, overload, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +18,63 @@ from ejkernel.kernels.ragged_page_attention_v3.inputs import APART, COMBINED, Ou
 from ejkernel.ops import executor
 from ejkernel.ops.executor import Request
 from ejkernel.ops.implementation import Op
-from ejkernel.ops.module import Module
+from ejkernel.ops.module import BoundFunction, Module, operation
 
 # Where the axes of a ragged call's arrays stand in those of `Inputs` and `Outputs`.
 RAGGED, RAGGED_LSE = (None, 0, 1, 2), (None, 1, 0)
 
 
+@overload
+def ragged_page_attention_v3(
+    query: ArrayLike,
+    key_pages: ArrayLike,
+    value_pages: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike,
+    page_indices: ArrayLike,
+    *,
+    softmax_aux: ArrayLike | None = None,
+    softmax_scale: float | None = None,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    kv_layout: str = "NHD",
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
+    return_lse: Literal[False] = False,
+    platform: str | None = None,
+    cfg: RaggedPageAttentionv3Config | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: tuple[PartitionSpec | None, ...] | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | None = None,
+) -> jax.Array: ...
+
+
+@overload
+def ragged_page_attention_v3(
+    query: ArrayLike,
+    key_pages: ArrayLike,
+    value_pages: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike,
+    page_indices: ArrayLike,
+    *,
+    softmax_aux: ArrayLike | None = None,
+    softmax_scale: float | None = None,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    kv_layout: str = "NHD",
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
+    return_lse: Literal[True],
+    platform: str | None = None,
+    cfg: RaggedPageAttentionv3Config | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: tuple[PartitionSpec | None, ...] | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@operation
 def ragged_page_attention_v3(
     query: ArrayLike,
     key_pages: ArrayLike,
@@ -45,7 +96,7 @@ def ragged_page_attention_v3(
     mesh: Mesh | AbstractMesh | None = None,
     in_specs: tuple[PartitionSpec | None, ...] | None = None,
     out_specs: PartitionSpec | tuple[PartitionSpec, ...] | None = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention of ragged sequences, prefilling and decoding together, over a cache of pages.
 
     The queries of a sequence are the last of its tokens: query `i` of `q` sits at position
@@ -127,7 +178,8 @@ def ragged_page_attention_v3(
     names = ("cu_seqlens_k", "page_indices")
     rows = jax.lax.expand_dims(query, (0,))
     outputs = attend(OP, Spec, rows, cache, sequences, options, request, names)
-    return ragged_results(outputs, return_lse)
+    out = ragged_output(outputs)
+    return (out, ragged_lse(outputs)) if return_lse else out
 
 
 def ragged_sequences(
@@ -153,10 +205,25 @@ def ragged_out_specs(out_specs: Any) -> Any:
     return arguments.rearranged_specs(out_specs, RAGGED, RAGGED_LSE)
 
 
-def ragged_results(outputs: Any, return_lse: bool) -> Any:
-    """The output without the axis of rows, and the log-sum-exp [tokens, heads] if asked for."""
-    out = outputs.out.reshape(outputs.out.shape[1:])
-    return (out, outputs.lse[0].T) if return_lse else out
+@runtime_checkable
+class Results(Protocol):
+    """Results of a call of one row: those of this op, or of the one that also writes the cache."""
+
+    @property
+    def out(self) -> jax.Array: ...
+
+    @property
+    def lse(self) -> jax.Array: ...
+
+
+def ragged_output(outputs: Results) -> jax.Array:
+    """The output without the axis of rows, [tokens, heads, value_dim]."""
+    return outputs.out.reshape(outputs.out.shape[1:])
+
+
+def ragged_lse(outputs: Results) -> jax.Array:
+    """The log-sum-exp, [tokens, heads]."""
+    return outputs.lse[0].T
 
 
 def attend(
@@ -204,5 +271,5 @@ def nothing_seen(query: jax.Array, cache: Cache) -> Outputs:
 class RaggedPageAttentionv3(Module):
     """Ragged attention over pages as an object; see `ragged_page_attention_v3`."""
 
-    function = staticmethod(ragged_page_attention_v3)
+    __call__ = BoundFunction(ragged_page_attention_v3)
     config = RaggedPageAttentionv3Config

@@ -1,6 +1,6 @@
 """The call: what it takes, what it means, how it becomes `Inputs` and `Spec`."""
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,17 +16,18 @@ from ejkernel.kernels.ragged_page_attention_v3.api import (
     RAGGED,
     RAGGED_LSE,
     nothing_seen,
-    ragged_results,
+    ragged_lse,
+    ragged_output,
     ragged_sequences,
 )
 from ejkernel.kernels.ragged_page_attention_v3_update import OP
 from ejkernel.kernels.ragged_page_attention_v3_update.config import (
     RaggedPageAttentionv3UpdateConfig,
 )
-from ejkernel.kernels.ragged_page_attention_v3_update.inputs import LAYOUTS, Spec
+from ejkernel.kernels.ragged_page_attention_v3_update.inputs import LAYOUTS, Outputs, Spec
 from ejkernel.ops import executor
 from ejkernel.ops.executor import Request
-from ejkernel.ops.module import Module
+from ejkernel.ops.module import BoundFunction, Module, operation
 
 # The results carry the letters of the layout, by which a mesh splits them.
 _OPS = {
@@ -35,6 +36,61 @@ _OPS = {
 }
 
 
+@overload
+def ragged_page_attention_v3_update(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    key_pages: ArrayLike,
+    value_pages: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike,
+    page_indices: ArrayLike,
+    *,
+    softmax_aux: ArrayLike | None = None,
+    softmax_scale: float | None = None,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    kv_layout: str = "NHD",
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
+    return_lse: Literal[False] = False,
+    platform: str | None = None,
+    cfg: RaggedPageAttentionv3UpdateConfig | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: tuple[PartitionSpec | None, ...] | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]: ...
+
+
+@overload
+def ragged_page_attention_v3_update(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    key_pages: ArrayLike,
+    value_pages: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike,
+    page_indices: ArrayLike,
+    *,
+    softmax_aux: ArrayLike | None = None,
+    softmax_scale: float | None = None,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    kv_layout: str = "NHD",
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
+    return_lse: Literal[True],
+    platform: str | None = None,
+    cfg: RaggedPageAttentionv3UpdateConfig | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: tuple[PartitionSpec | None, ...] | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]: ...
+
+
+@operation
 def ragged_page_attention_v3_update(
     query: ArrayLike,
     key: ArrayLike,
@@ -58,7 +114,7 @@ def ragged_page_attention_v3_update(
     mesh: Mesh | AbstractMesh | None = None,
     in_specs: tuple[PartitionSpec | None, ...] | None = None,
     out_specs: PartitionSpec | tuple[PartitionSpec, ...] | None = None,
-) -> Any:
+) -> tuple[jax.Array, jax.Array, jax.Array] | tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Write new keys and values into the pages of ragged sequences, then attend over them.
 
     Token `i` of a sequence's `q` new ones becomes position `p = length - q + i`: slot
@@ -150,9 +206,8 @@ def ragged_page_attention_v3_update(
         k_scale=arguments.scale(name, "k_scale", k_scale, cache.kv_heads),
         v_scale=arguments.scale(name, "v_scale", v_scale, cache.kv_heads),
     )
-    pages = (cache.keys, cache.values)
     if 0 in (query.size, cache.keys.size, cache.value_dim, sequences.page_indices.size):
-        outputs = nothing_seen(rows, cache)
+        outputs = Outputs(*nothing_seen(rows, cache), inputs.key_pages, inputs.value_pages)
     else:
         request = Request(
             platform,
@@ -162,12 +217,14 @@ def ragged_page_attention_v3_update(
             _out_specs(out_specs, return_lse),
         )
         outputs = executor.run(_OPS[kv_layout], inputs, spec, request)
-        pages = _one_of_each_head(outputs, kv_layout, cache.kv_heads)
-    results = ragged_results(outputs, return_lse)
-    return (*results, *pages) if return_lse else (results, *pages)
+    pages = _one_of_each_head(outputs, kv_layout, cache.kv_heads)
+    out = ragged_output(outputs)
+    return (out, ragged_lse(outputs), *pages) if return_lse else (out, *pages)
 
 
-def _tokens(op: str, query: jax.Array, key: Any, value: Any, cache: Cache) -> tuple:
+def _tokens(
+    op: str, query: jax.Array, key: ArrayLike, value: ArrayLike, cache: Cache
+) -> tuple[jax.Array, jax.Array]:
     """The new keys and values, one for each query, fitting the cache."""
     found = []
     for name, x, last in (("key", key, query.shape[2]), ("value", value, cache.value_dim)):
@@ -202,18 +259,18 @@ def _out_specs(specs: Any, return_lse: bool) -> Any:
     return (arguments.rearranged(out, *RAGGED), lse, *rest)
 
 
-def _one_of_each_head(outputs: Any, layout: str, kv_heads: int) -> tuple:
+def _one_of_each_head(outputs: Outputs, layout: str, kv_heads: int) -> tuple[jax.Array, jax.Array]:
     """The cache without the copies that a mesh with more shards than key heads has made."""
     axis = cache_axes(layout).index("k")
-    pages = (outputs.key_pages, outputs.value_pages)
-    copies = pages[0].shape[axis] // kv_heads
+    copies = outputs.key_pages.shape[axis] // kv_heads
     if copies == 1:
-        return pages
-    return tuple(jax.lax.slice_in_dim(x, 0, None, copies, axis) for x in pages)
+        return outputs.key_pages, outputs.value_pages
+    once = lambda x: jax.lax.slice_in_dim(x, 0, None, copies, axis)
+    return once(outputs.key_pages), once(outputs.value_pages)
 
 
 class RaggedPageAttentionv3Update(Module):
     """Ragged attention that writes the cache as an object; see the function of that name."""
 
-    function = staticmethod(ragged_page_attention_v3_update)
+    __call__ = BoundFunction(ragged_page_attention_v3_update)
     config = RaggedPageAttentionv3UpdateConfig

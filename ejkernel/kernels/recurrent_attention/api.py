@@ -8,9 +8,10 @@ from ejkernel.kernels.gla_attention.api import Recurrence, recur
 from ejkernel.kernels.recurrent_attention import OP
 from ejkernel.kernels.recurrent_attention.config import RecurrentAttentionConfig
 from ejkernel.ops.executor import Request
-from ejkernel.ops.module import Module
+from ejkernel.ops.module import BoundFunction, Module, operation
 
 
+@operation
 def recurrent_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -89,5 +90,5 @@ def recurrent_attention(
 class RecurrentAttention(Module):
     """Recurrent attention as an object; see `recurrent_attention`."""
 
-    function = staticmethod(recurrent_attention)
+    __call__ = BoundFunction(recurrent_attention)
     config = RecurrentAttentionConfig

@@ -17,6 +17,6 @@ OP = Op(
     operands=("query", "key", "value", "bias", "sinks"),
     shardable=frozenset("bnkts"),
     bucketed=frozenset("bts"),
-    groups={"k": "n"},
-    whole=frozenset({"mask"}),
+    grouped_axes={"k": "n"},
+    replicated=frozenset({"mask"}),
 )

@@ -21,11 +21,12 @@ from ejkernel.kernels.ring_attention.inputs import Inputs, Spec
 from ejkernel.ops import executor
 from ejkernel.ops.executor import Request
 from ejkernel.ops.meshes import bound_axis_size, surrounding_mesh
-from ejkernel.ops.module import Module
+from ejkernel.ops.module import BoundFunction, Module, operation
 from ejkernel.types.mask import MaskInfo
 from ejkernel.types.rules import And, Everything, Segments, TokenTypes
 
 
+@operation
 def ring_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -47,7 +48,7 @@ def ring_attention(
     mesh: Mesh | AbstractMesh | None = None,
     in_specs: tuple[PartitionSpec | None, ...] | None = None,
     out_specs: PartitionSpec | tuple[PartitionSpec, ...] | None = None,
-) -> Any:
+) -> jax.Array:
     """Exact attention over sequences that are split over the devices of a mesh axis.
 
     The result is that of `flash_attention` on the whole sequences. Keys and values go round the
@@ -208,5 +209,5 @@ def _whole_mask(mask_info: Any, whole: Extent, shards: int, axis_name: Any) -> A
 class RingAttention(Module):
     """Ring attention as an object; see `ring_attention`."""
 
-    function = staticmethod(ring_attention)
+    __call__ = BoundFunction(ring_attention)
     config = RingAttentionConfig
