@@ -16,7 +16,9 @@ Blocks = tuple[int, int]  # queries, keys
 
 def run_forward(inputs: Inputs, spec: Spec, params: FwdParams | None) -> tuple[Outputs, Outputs]:
     """Outputs, which are also the residuals."""
-    outputs = xla_forward.forward(inputs, spec, *_blocks(params, heuristic_forward(inputs, spec)))
+    outputs = xla_forward.forward(
+        inputs, spec, *block_sizes(params, heuristic_forward(inputs, spec))
+    )
     return outputs, outputs
 
 
@@ -28,11 +30,11 @@ def run_backward(
     params: BwdParams | None,
 ) -> Inputs:
     """Gradients, shaped like the inputs; None where there is none."""
-    blocks = _blocks(params, heuristic_backward(inputs, spec))
+    blocks = block_sizes(params, heuristic_backward(inputs, spec))
     return xla_backward.backward(inputs, residuals, d_outputs, spec, *blocks)
 
 
-def _blocks(params: FwdParams | BwdParams | None, default: Blocks) -> Blocks:
+def block_sizes(params: FwdParams | BwdParams | None, default: Blocks) -> Blocks:
     """The block sizes that were asked for, the others by default."""
     if params is None:
         return default
