@@ -6,8 +6,8 @@ import jax.numpy as jnp
 
 from ejkernel.kernels.flash_attention import inputs as flash
 from ejkernel.kernels.flash_attention import xla
-from ejkernel.kernels.flash_attention.xla import backward as xla_backward
-from ejkernel.kernels.flash_attention.xla import forward as xla_forward
+from ejkernel.kernels.flash_attention.xla.backward import backward
+from ejkernel.kernels.flash_attention.xla.forward import forward
 from ejkernel.kernels.ring_attention import ring
 from ejkernel.kernels.ring_attention.inputs import Outputs
 from ejkernel.ops.config import BwdParams, FwdParams
@@ -23,7 +23,7 @@ def _attend(
     incoming: ring.Incoming,
 ) -> tuple[flash.Outputs, ring.Incoming]:
     blocks = xla.block_sizes(params, xla.heuristic_forward(inputs, spec))
-    part = xla_forward.forward(_wide(inputs), spec, *blocks)
+    part = forward(_wide(inputs), spec, *blocks)
     return ring.wait_for_both(part, incoming)
 
 
@@ -37,7 +37,7 @@ def _differentiate(
     incoming: ring.Incoming,
 ) -> tuple[flash.Inputs, ring.Incoming]:
     blocks = xla.block_sizes(params, xla.heuristic_backward(inputs, spec))
-    part = xla_backward.backward(_wide(inputs), residuals, d_outputs, spec, *blocks)
+    part = backward(_wide(inputs), residuals, d_outputs, spec, *blocks)
     return ring.wait_for_both(part, incoming)
 
 
