@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.kernels.common.integers import largest_divisor
 from ejkernel.kernels.common.refs import Index
 
 _Carry = TypeVar("_Carry")
@@ -44,13 +45,13 @@ class ChunkGrid:
     ):
         self.batch, self.tokens, heads = shape
         self.chunk, self.reverse = chunk, reverse
-        self.heads = _largest_divisor(heads, lanes)
+        self.heads = largest_divisor(heads, lanes)
         self.rows = 1
         self.packing: Packing | None = None
         if cu_seqlens is None:
             self.chunks = -(-self.tokens // chunk)
             if self.heads == heads:
-                self.rows = _largest_divisor(self.batch, lanes // heads)
+                self.rows = largest_divisor(self.batch, lanes // heads)
         else:
             filled = min(cu_seqlens.shape[1] - 1, self.tokens)  # sequences that are not empty
             self.chunks = (self.tokens + filled * (chunk - 1)) // chunk
@@ -223,7 +224,3 @@ def _paste(x: jax.Array, part: jax.Array, start: _Start) -> jax.Array:
     return (
         part if part.shape == x.shape else lax.dynamic_update_slice(x, part, _start(start, x.ndim))
     )
-
-
-def _largest_divisor(number: int, most: int) -> int:
-    return next(d for d in range(max(1, min(number, most)), 0, -1) if number % d == 0)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ejkernel.kernels.common import carry as carries
+from ejkernel.kernels.common.integers import next_power_of_two
 from ejkernel.kernels.common.refs import Index
 from ejkernel.kernels.gla_attention import chunk_grid, chunk_recurrence
 from ejkernel.kernels.gla_attention.chunk_recurrence import Chunk
@@ -95,7 +96,7 @@ def run_backward(
         _, entered = chunk_grid.scan(step, call.no_state(), grid.chunks)
         d_gamma = None if d_gammas is None else call.no_state()[:, 0, 0]
         step = lambda carry, indexed: visit(unit, carry, *indexed)
-        start = (call.no_state(), d_gamma, d_placed, d_states)
+        start: tuple = (call.no_state(), d_gamma, d_placed, d_states)
         end, _ = chunk_grid.scan(step, start, grid.chunks, entered, reverse=True)
         _, d_gamma, d_placed, d_states = end
         if d_gammas is not None:
@@ -128,7 +129,7 @@ class _ChunkedCall:
         self.dtype = jnp.promote_types(inputs.query.dtype, jnp.float32)
         params = _heuristic(inputs, spec, None) if params is None else params
         batch, tokens, heads, self.rows = inputs.key.shape
-        chunk = min(params.block_q, _power_above(tokens))
+        chunk = min(params.block_q, next_power_of_two(tokens))
         shape = (batch, tokens, heads)
         self.grid = chunk_grid.ChunkGrid(
             shape, chunk, params.block_k, spec.reverse, inputs.cu_seqlens
@@ -185,11 +186,6 @@ class _ChunkedCall:
         ), d_gamma
 
 
-def _power_above(number: int) -> int:
-    """The least power of two that is not less."""
-    return 1 << max(number - 1, 0).bit_length()
-
-
 def _heuristic(inputs: Inputs, spec: Spec, device: Device | None) -> GLAttentionConfig:
     """Chunks and lanes from the shapes.
 
@@ -205,7 +201,7 @@ def _sizes(inputs: Inputs, cpu: bool) -> tuple[int, int]:
     columns = inputs.value.shape[-1]
     columnwise = any(x is not None and x.shape[-1] > 1 for x in (inputs.gate, inputs.gv))
     chunk = 64 if not cpu else 16 if columnwise else 32
-    chunk = min(chunk, _power_above(-(-tokens // sequences(inputs))))
+    chunk = min(chunk, next_power_of_two(-(-tokens // sequences(inputs))))
     if not cpu or tokens <= chunk:
         return chunk, batch * heads
     group = inputs.query.shape[2] // heads
@@ -217,7 +213,7 @@ def _sizes(inputs: Inputs, cpu: bool) -> tuple[int, int]:
 def _candidates(inputs: Inputs, spec: Spec, device: Device) -> list[GLAttentionConfig]:
     """Chunks and lanes worth timing."""
     batch, tokens, heads, _ = inputs.key.shape
-    longest = _power_above(tokens)
+    longest = next_power_of_two(tokens)
     chunks = dict.fromkeys(min(chunk, longest) for chunk in (16, 32, 64))
     lanes = dict.fromkeys((_heuristic(inputs, spec, device).block_k, batch * heads))
     return [GLAttentionConfig(block_q=c, block_k=n) for c in chunks for n in lanes]

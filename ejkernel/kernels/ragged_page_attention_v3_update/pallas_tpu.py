@@ -328,21 +328,10 @@ def _pipelined(
         end(item)
 
 
-_FEATURES = frozenset(
-    {
-        "k_scale",
-        "kv_layout",
-        "logits_soft_cap",
-        "sinks",
-        "sliding_window",
-        "v_scale",
-    }
-)
-
 IMPLEMENTATION = Implementation(
     forward=Pass(
         run=run_forward,
-        features=_FEATURES,
+        features=attention.FEATURES,
         why_not=why_not,
         heuristic=heuristic,
         candidates=candidates,

@@ -6,9 +6,11 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from ejkernel.kernels.common.integers import round_up
 from ejkernel.ops.platform import Device
 
 MEBIBYTE = 1 << 20
+VMEM_SHARE = 0.6  # of VMEM and SMEM that a kernel may plan with; the compiler needs the rest
 
 
 class TpuCore(NamedTuple):
@@ -45,6 +47,6 @@ def vmem_bytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:
     return math.prod(outer) * round_up(rows, packed) * round_up(lanes, 128) * size
 
 
-def round_up(number: int, multiple: int) -> int:
-    """The next multiple of `multiple`."""
-    return -(-number // multiple) * multiple
+def vmem_limit(estimate: int) -> int:
+    """The bytes of VMEM to request of the compiler for a kernel that takes about `estimate`."""
+    return max(16 * MEBIBYTE, int(estimate / VMEM_SHARE * 0.9))

@@ -6,6 +6,7 @@ Algorithm: online softmax over tiles (https://arxiv.org/abs/2307.08691).
 import jax
 from jax.typing import DTypeLike
 
+from ejkernel.kernels.common.mosaic_tpu.memory import vmem_limit
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
 from ejkernel.kernels.flash_attention.pallas_tpu import backward, configs, forward
 from ejkernel.kernels.flash_attention.pallas_tpu.configs import (
@@ -33,7 +34,7 @@ def run_forward(
     `on_results` is given the results of every kernel, and what it returns is used.
     """
     config = configs.forward_config(inputs, spec, params, device)
-    vmem = configs.vmem_limit(configs.forward_bytes(inputs, config.size))
+    vmem = vmem_limit(configs.forward_bytes(inputs, config.size))
     call = FlashCall(inputs, spec, config.size, vmem=vmem, on_results=on_results)
     outputs = forward.forward(call, dtype or inputs.query.dtype, config.mxu_width)
     return outputs, outputs
@@ -53,7 +54,7 @@ def run_backward(
     config = configs.backward_config(inputs, spec, params, device)
     needed = configs.backward_bytes(inputs, config.size)
     needed += configs.resident_bytes(inputs, config.size, config.resident_queries)
-    vmem = configs.vmem_limit(needed)
+    vmem = vmem_limit(needed)
     gradients = backward.backward(
         inputs, residuals, d_outputs, spec, config, vmem=vmem, on_results=on_results
     )

@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from ejkernel.kernels.common.mosaic_tpu.memory import MEBIBYTE, core_of, round_up, vmem_bytes
+from ejkernel.kernels.common.integers import largest_divisor, round_up
+from ejkernel.kernels.common.mosaic_tpu.memory import VMEM_SHARE, core_of, vmem_bytes
 from ejkernel.kernels.common.mosaic_tpu.vectors import LANES
 from ejkernel.kernels.flash_attention.inputs import Inputs, Spec
 from ejkernel.kernels.flash_attention.pallas_tpu.launch import FlashTileSize
@@ -36,7 +37,6 @@ _FORWARD = (
 )
 _BACKWARD = ((512, 512), (256, 512), (256, 256), (128, 256), (128, 128))
 _GOOD_RESIDENT = 1024  # queries whose gradient should fit, or a smaller tile is better
-_VMEM_SHARE = 0.6  # of VMEM and SMEM; the compiler needs the rest
 
 
 class FlashTileConfig(NamedTuple):
@@ -90,7 +90,7 @@ def heuristic_forward(inputs: Inputs, spec: Spec, device: Device | None) -> FwdP
     size = sizes[-1]
     for one in sizes:
         size = _clipped(inputs, one._replace(heads=_heads(inputs, one.heads)))
-        if forward_bytes(inputs, size) <= _VMEM_SHARE * core_of(device).vmem:
+        if forward_bytes(inputs, size) <= VMEM_SHARE * core_of(device).vmem:
             break
     return _fwd_params(size, device)
 
@@ -113,7 +113,7 @@ def _fwd_params(size: FlashTileSize, device: Device | None) -> FwdParams:
 
 def heuristic_backward(inputs: Inputs, spec: Spec, device: Device | None) -> BwdParams:
     """The largest of the good tiles that fits, and as many resident queries as fit with it."""
-    budget, q_len = _VMEM_SHARE * core_of(device).vmem, inputs.query.shape[1]
+    budget, q_len = VMEM_SHARE * core_of(device).vmem, inputs.query.shape[1]
     size, resident = FlashTileSize(LANES, LANES, 1), LANES
     for heads, (queries, keys) in itertools.product((4, 2, 1), _BACKWARD):
         size = _clipped(inputs, FlashTileSize(queries, keys, _heads(inputs, heads)))
@@ -140,7 +140,7 @@ def candidates_forward(inputs: Inputs, spec: Spec, device: Device) -> list[FwdPa
     return [
         _fwd_params(x, device)
         for x in dict.fromkeys(sizes)
-        if forward_bytes(inputs, x) <= _VMEM_SHARE * core_of(device).vmem
+        if forward_bytes(inputs, x) <= VMEM_SHARE * core_of(device).vmem
     ]
 
 
@@ -153,11 +153,6 @@ def candidates_backward(inputs: Inputs, spec: Spec, device: Device) -> list[BwdP
         for x in dict.fromkeys(sizes)
         if x.queries <= (first.q_blocksize or 0)
     ]
-
-
-def vmem_limit(estimate: int) -> int:
-    """The VMEM to request of the compiler, which needs some for itself."""
-    return max(16 * MEBIBYTE, int(estimate / _VMEM_SHARE * 0.9))
 
 
 def _round_to_tile(number: int | None) -> int:
@@ -176,7 +171,7 @@ def _clipped(inputs: Inputs, size: FlashTileSize) -> FlashTileSize:
 def _heads(inputs: Inputs, most: int) -> int:
     """Query heads of one key head to compute at once."""
     group = inputs.query.shape[2] // inputs.key.shape[2]
-    return next(n for n in range(min(group, most), 0, -1) if group % n == 0)
+    return largest_divisor(group, most)
 
 
 def _operand_bytes(inputs: Inputs, size: FlashTileSize) -> int:
@@ -230,4 +225,4 @@ def schedule_fits(inputs: Inputs, params: BwdParams, device: Device) -> bool:
     queries, keys = params.q_blocksize or LANES, params.kv_blocksize or LANES
     rule = inputs.mask or Everything()
     rows = -(-inputs.query.shape[1] // queries) * (rule.batch_size or 1) * rule.heads
-    return 8 * rows * -(-inputs.key.shape[1] // keys) <= _VMEM_SHARE * core_of(device).smem
+    return 8 * rows * -(-inputs.key.shape[1] // keys) <= VMEM_SHARE * core_of(device).smem

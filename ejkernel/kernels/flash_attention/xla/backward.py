@@ -75,7 +75,7 @@ def backward(
 
     b, _, n, h = inputs.query.shape
     zeros = lambda shape: tiles.full(shape, 0.0, dtype)
-    carry = (
+    carry: tuple = (
         zeros((b, n, h, tiles.q_blocks * tiles.block_q)),
         None if tiles.bias is None else zeros(tiles.bias.shape),
         None if inputs.sinks is None else zeros((n,)),

@@ -24,6 +24,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ejkernel.kernels.common import carry as carries
 from ejkernel.kernels.common import dropout
+from ejkernel.kernels.common.integers import largest_divisor
 from ejkernel.kernels.common.refs import Index
 from ejkernel.kernels.flash_attention.inputs import Inputs, Spec
 from ejkernel.types.block_map import FULL, BlockList, block_map
@@ -78,9 +79,9 @@ class FlashTiles:
         apart = rule.heads > 1
         self.group, heads = (1, 1) if apart else (self.q_heads // kv_heads, kv_heads)
         area = self.group * self.tile_q * self.tile_k
-        self.heads = _largest_divisor(heads, _LARGEST_TILE // area)
+        self.heads = largest_divisor(heads, _LARGEST_TILE // area)
         together = not (apart or rule.batched) and self.heads == kv_heads
-        self.rows = _largest_divisor(batch, _LARGEST_TILE // (area * heads)) if together else 1
+        self.rows = largest_divisor(batch, _LARGEST_TILE // (area * heads)) if together else 1
         self.units = batch * self.q_heads // (self.rows * self.heads * self.group)
         self.units_per_key = self.q_heads // kv_heads // self.group
         self.ragged = self.kv_len % self.block_k != 0
@@ -395,7 +396,3 @@ def _pick(blocks: jax.Array, unit: Unit) -> jax.Array:
 def _orient(tile: jax.Array, transposed: bool) -> jax.Array:
     """[rows, heads, group, block_q, block_k], or [rows, heads, block_k, group, block_q]."""
     return jnp.moveaxis(tile, -1, 2) if transposed else tile
-
-
-def _largest_divisor(number: int, most: int) -> int:
-    return next(d for d in range(max(1, min(number, most)), 0, -1) if number % d == 0)

@@ -7,7 +7,8 @@ import itertools
 
 import jax.numpy as jnp
 
-from ejkernel.kernels.common.mosaic_tpu.memory import MEBIBYTE, core_of, vmem_bytes
+from ejkernel.kernels.common.integers import largest_divisor, next_power_of_two
+from ejkernel.kernels.common.mosaic_tpu.memory import VMEM_SHARE, core_of, vmem_bytes, vmem_limit
 from ejkernel.kernels.gla_attention.config import GLAttentionConfig
 from ejkernel.kernels.gla_attention.inputs import Inputs, Outputs, Spec, sequences
 from ejkernel.kernels.gla_attention.pallas_tpu import kernels
@@ -23,7 +24,6 @@ from ejkernel.ops.platform import Device
 
 _LEAST, _MOST = 16, 256  # tokens of a chunk: a register of bfloat16 rows; tables that fit
 _HEADS = 4  # key heads of a step: enough to make its start cheap
-_VMEM_SHARE = 0.6  # of VMEM and SMEM; the compiler needs the rest
 
 
 def run_forward(
@@ -31,7 +31,7 @@ def run_forward(
 ) -> tuple[Outputs, Residuals]:
     """Output of every token, state after every sequence."""
     size = _size(inputs, params or heuristic_forward(inputs, spec, None))
-    vmem = _limit(vmem_of_step(inputs, size))
+    vmem = vmem_limit(vmem_of_step(inputs, size))
     return kernels.forward(inputs, spec, size, vmem), Residuals()
 
 
@@ -44,7 +44,7 @@ def run_backward(
 ) -> Inputs:
     """Gradients, shaped like the inputs; None where there is none."""
     size = _size(inputs, params or heuristic_backward(inputs, spec, None))
-    vmem = _limit(vmem_of_step(inputs, size, backward=True))
+    vmem = vmem_limit(vmem_of_step(inputs, size, backward=True))
     return kernels.backward(inputs, d_outputs, spec, size, vmem)
 
 
@@ -69,7 +69,7 @@ def _fitting(inputs: Inputs, device: Device | None, backward: bool) -> GlaStepSi
     chunks = [c for c in (256, 128, 64, 32, 16) if c <= longest]
     for chunk, heads in itertools.product(chunks, (_HEADS, 2, 1)):
         size = _clipped(inputs, chunk, heads)
-        if vmem_of_step(inputs, size, backward) <= _VMEM_SHARE * core_of(device).vmem:
+        if vmem_of_step(inputs, size, backward) <= VMEM_SHARE * core_of(device).vmem:
             return size
     return None
 
@@ -81,17 +81,8 @@ def _size(inputs: Inputs, params: GLAttentionConfig) -> GlaStepSize:
 def _clipped(inputs: Inputs, chunk: int, heads: int) -> GlaStepSize:
     """A power of two of tokens, no more than a sequence has on average, and a divisor of heads."""
     average = -(-inputs.key.shape[1] // sequences(inputs))
-    chunk = min(chunk, _MOST, 1 << max(average - 1, 0).bit_length())
-    count = inputs.key.shape[2]
-    return GlaStepSize(
-        max(chunk, _LEAST),
-        next(n for n in range(min(count, heads), 0, -1) if count % n == 0),
-    )
-
-
-def _limit(estimate: int) -> int:
-    """The VMEM to request of the compiler, which needs some for itself."""
-    return max(16 * MEBIBYTE, int(estimate / _VMEM_SHARE * 0.9))
+    chunk = min(chunk, _MOST, next_power_of_two(average))
+    return GlaStepSize(max(chunk, _LEAST), largest_divisor(inputs.key.shape[2], heads))
 
 
 def vmem_of_step(inputs: Inputs, size: GlaStepSize, backward: bool = False) -> int:
@@ -143,7 +134,7 @@ def _why_not(inputs: Inputs, device: Device, backward: bool) -> str | None:
     if inputs.cu_seqlens is not None:
         batch, tokens, *_ = inputs.key.shape
         chunks = batch * -(-(tokens + sequences(inputs) * (size.chunk - 1)) // size.chunk)
-        if 4 * chunks > _VMEM_SHARE * core_of(device).smem:
+        if 4 * chunks > VMEM_SHARE * core_of(device).smem:
             return "the list of this many chunks does not fit into scalar memory"
     return None
 
@@ -154,7 +145,7 @@ def _candidates(inputs: Inputs, spec: Spec, device: Device) -> list[GLAttentionC
         _clipped(inputs, chunk, heads)
         for chunk, heads in itertools.product((32, 64, 128, 256), (2, 4, 8))
     )
-    budget = _VMEM_SHARE * core_of(device).vmem
+    budget = VMEM_SHARE * core_of(device).vmem
     return [
         GLAttentionConfig(block_q=x.chunk, block_k=x.heads)
         for x in sizes

@@ -7,14 +7,13 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from ejkernel.kernels.common.mosaic_tpu.memory import MEBIBYTE, core_of
+from ejkernel.kernels.common.integers import next_power_of_two
+from ejkernel.kernels.common.mosaic_tpu.memory import VMEM_SHARE, core_of, vmem_limit
 from ejkernel.kernels.ragged_page_attention_v3.config import PagedConfig
 from ejkernel.kernels.ragged_page_attention_v3.inputs import Inputs, Outputs, Spec
 from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu.configs import (
-    VMEM_SHARE,
     cache_layout,
     kernel_configs,
-    next_power_of_two,
     vmem_estimate,
 )
 from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu.kernel import run_kernel
@@ -47,8 +46,7 @@ def run_forward(
             window=spec.sliding_window,
             cores=config.cores,
         )
-        limit = int(vmem_estimate(inputs, layout, config) / VMEM_SHARE * 0.9)
-        limit = max(16 * MEBIBYTE, limit)
+        limit = vmem_limit(vmem_estimate(inputs, layout, config))
         out, tiles = run_kernel(inputs, spec, config, layout, work, limit, query, out)
         lse = jnp.maximum(lse, tiles_to_tokens(work, tiles, b * t, -jnp.inf))
     lse = jnp.swapaxes(lse.reshape(b, t, heads), 1, 2)
@@ -94,7 +92,7 @@ def candidates(inputs: Inputs, spec: Spec, device: Device) -> list[PagedConfig]:
     return found
 
 
-_FEATURES = frozenset(
+FEATURES = frozenset(
     {
         "k_scale",
         "kv_layout",
@@ -108,7 +106,7 @@ _FEATURES = frozenset(
 IMPLEMENTATION = Implementation(
     forward=Pass(
         run=run_forward,
-        features=_FEATURES,
+        features=FEATURES,
         why_not=why_not,
         heuristic=heuristic,
         candidates=candidates,

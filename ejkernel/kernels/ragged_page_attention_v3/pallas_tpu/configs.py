@@ -18,7 +18,13 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.scipy.special import logsumexp
 from jax.typing import DTypeLike
 
-from ejkernel.kernels.common.mosaic_tpu.memory import MEBIBYTE, core_of, vmem_bytes
+from ejkernel.kernels.common.integers import next_power_of_two
+from ejkernel.kernels.common.mosaic_tpu.memory import (
+    MEBIBYTE,
+    VMEM_SHARE,
+    core_of,
+    vmem_bytes,
+)
 from ejkernel.kernels.common.mosaic_tpu.vectors import LANES, ArrayOrRef, VmemRef
 from ejkernel.kernels.common.paged import cache_axes, operand_dtype
 from ejkernel.kernels.common.refs import Ref
@@ -27,7 +33,6 @@ from ejkernel.kernels.ragged_page_attention_v3.inputs import Inputs, Spec
 from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu.schedule import TABLE_CHUNK
 from ejkernel.ops.platform import Device
 
-VMEM_SHARE = 0.6  # of VMEM and SMEM that a kernel may plan with; the compiler needs the rest
 TABLE_LEAD = 2  # steps by which the copies of the page table precede those of the pages
 
 # Bytes of keys and values of a packed block: the copies of a few such blocks hide their latency.
@@ -245,11 +250,6 @@ def _most_pages(inputs: Inputs, layout: CacheLayout, packed: bool) -> int:
     pages = max(1, pages if packed else _POSITIONS // layout.page_size)
     pages = next_power_of_two(pages + 1) // 2  # the power of two below
     return min(pages, next_power_of_two(inputs.page_indices.shape[-1]))
-
-
-def next_power_of_two(number: int) -> int:
-    """The smallest power of two that is not below `number`."""
-    return 1 << (number - 1).bit_length()
 
 
 def vmem_estimate(inputs: Inputs, layout: CacheLayout, config: PagedKernelConfig) -> int:

@@ -126,7 +126,7 @@ def _of_queries(tiles: PagedTiles, recomputed: _Recomputation) -> tuple:
         # rounding would add up over the rows.
         needed = v_scale is not None or rows.share is not None
         products = tiles.full(rows.query.shape[:2], 0.0) if needed else None
-        start = (tiles.full(rows.query.shape, 0.0), products)
+        start: tuple = (tiles.full(rows.query.shape, 0.0), products)
         d_rows, products = tiles.over_blocks(tile, step, start)
         d_k_scale += (rows.query * d_rows).sum((1, 2))
         if v_scale is not None:
