@@ -28,21 +28,27 @@ def _flash(block_q: int, block_k: int, causal: bool) -> Any:
     from ejkernel.kernels.flash_attention import pallas_tpu
     from ejkernel.kernels.flash_attention.inputs import Spec
     from ejkernel.ops import FwdParams
+    from ejkernel.ops.platform import device_of
 
     params = FwdParams(q_blocksize=block_q, kv_blocksize=block_k, blocksize_heads=1)
     spec = Spec(softmax_scale=WIDTH**-0.5)
-    return lambda x: pallas_tpu.run_forward(x, spec, params), _inputs(causal)
+    run = lambda x: pallas_tpu.run_forward(x, spec, params, device_of(jax.tree.leaves(x)))
+    return run, _inputs(causal)
 
 
 def _flash_backward(causal: bool) -> Any:
     from ejkernel.kernels.flash_attention import pallas_tpu
     from ejkernel.kernels.flash_attention.inputs import Outputs, Spec
     from ejkernel.ops import BwdParams
+    from ejkernel.ops.platform import device_of
 
-    params = BwdParams(q_blocksize=512, kv_blocksize=512, blocksize_m=LENGTH, blocksize_n=1)
+    params = BwdParams(
+        q_blocksize=512, kv_blocksize=512, resident_queries=LENGTH, blocksize_heads=1
+    )
     spec, inputs = Spec(softmax_scale=WIDTH**-0.5), _inputs(causal)
     outputs = Outputs(inputs.query, array(1, HEADS, LENGTH, dtype=jnp.float32))
-    return lambda x: pallas_tpu.run_backward(*x, spec, params), (inputs, outputs, outputs)
+    run = lambda x: pallas_tpu.run_backward(*x, spec, params, device_of(jax.tree.leaves(x)))
+    return run, (inputs, outputs, outputs)
 
 
 def _jax_flash(block_q: int, block_k: int, causal: bool) -> Any:

@@ -72,6 +72,10 @@ class _Params(_Plain):
 class FwdParams(_Params):
     """Tiles and launch parameters of a forward pass; None: the implementation's own choice.
 
+    Flash attention on TPUs also reads `blocksize_heads`, the query heads of a key head that a step
+    computes, and `mxu_width`, the width of the matrix unit. `blocksize_m`, `blocksize_k` and
+    `blocksize_n` are read by no forward pass.
+
     Raises:
         ValueError: a field is neither None nor a positive int.
 
@@ -89,6 +93,7 @@ class FwdParams(_Params):
     num_key_splits: int | None = None
     num_warps: int | None = None
     num_stages: int | None = None
+    mxu_width: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,6 +102,11 @@ class BwdParams(_Params):
 
     With `deterministic=False` gradients may be added up in any order: faster where a kernel knows
     how, but not the same bits in every run.
+
+    `blocksize_m` and `blocksize_n` are the queries and keys of a tile of the separate dQ kernel in
+    Triton; `blocksize_k` is read by no backward pass. Flash attention on TPUs also reads
+    `blocksize_heads`, the query heads of a key head that a step computes, `resident_queries`, the
+    queries whose gradient stays in VMEM, and `mxu_width`, the width of the matrix unit.
 
     Raises:
         ValueError: a field is neither None nor a positive int, or `deterministic` no bool.
@@ -113,12 +123,26 @@ class BwdParams(_Params):
     num_warps: int | None = None
     num_stages: int | None = None
     deterministic: bool | None = None
+    blocksize_heads: int | None = None
+    resident_queries: int | None = None
+    mxu_width: int | None = None
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "BwdParams":
         """The inverse of `to_dict`; also takes `ordered`, as `deterministic` was called before."""
         renamed = {"deterministic" if name == "ordered" else name: x for name, x in values.items()}
         return super().from_dict(renamed)
+
+
+# Fields of TPU configurations, by the names under which they were stored before.
+_TPU_FIELDS = {
+    "fwd_params": {"blocksize_m": "mxu_width"},
+    "bwd_params": {
+        "blocksize_m": "resident_queries",
+        "blocksize_k": "mxu_width",
+        "blocksize_n": "blocksize_heads",
+    },
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +190,16 @@ class Config(_Plain):
                 f"{type(self).__name__}: {name} must be one of {', '.join(allowed)}, got {value!r}."
             )
         return str(value)
+
+    @classmethod
+    def from_dict(cls: type[_Self], values: Mapping[str, Any]) -> _Self:
+        """The inverse of `to_dict`; also takes the former names of fields for TPUs."""
+        values = dict(values)
+        if values.get("backend") == "tpu":
+            for name, fields in _TPU_FIELDS.items():
+                if isinstance(values.get(name), Mapping):
+                    values[name] = {fields.get(key, key): x for key, x in values[name].items()}
+        return super().from_dict(values)  # pyright: ignore[reportAttributeAccessIssue]
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values, of parameters only those that are set."""

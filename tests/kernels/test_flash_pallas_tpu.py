@@ -10,7 +10,9 @@ from ejkernel.cli.oracle import Truth, with_dtype, with_gradients
 from ejkernel.kernels.common.mosaic_tpu.memory import core_of
 from ejkernel.kernels.flash_attention import pallas_tpu
 from ejkernel.kernels.flash_attention.inputs import Inputs, Spec
-from ejkernel.kernels.flash_attention.pallas_tpu.tile_list import tile_list
+from ejkernel.kernels.flash_attention.pallas_tpu import configs
+from ejkernel.kernels.flash_attention.pallas_tpu.launch import FlashTileSize
+from ejkernel.kernels.flash_attention.pallas_tpu.schedule import tile_schedule
 from ejkernel.modules import FlashAttentionConfig, flash_attention
 from ejkernel.ops import BwdParams, FwdParams, default_executor, executor
 from ejkernel.ops.executor import Request
@@ -21,7 +23,9 @@ from ejkernel.types.rules import Band, KeyLength, Segments
 
 SMALL = FlashAttentionConfig(
     fwd_params=FwdParams(q_blocksize=128, kv_blocksize=128, blocksize_heads=2),
-    bwd_params=BwdParams(q_blocksize=128, kv_blocksize=128, blocksize_m=256, blocksize_n=1),
+    bwd_params=BwdParams(
+        q_blocksize=128, kv_blocksize=128, resident_queries=256, blocksize_heads=1
+    ),
 )
 
 
@@ -93,21 +97,21 @@ def test_many_tiles_give_what_the_reference_defines(workload, dtype):
 
 
 @pytest.mark.tpu
-@pytest.mark.parametrize("side", [128, 256])
+@pytest.mark.parametrize("width", [128, 256])
 @pytest.mark.parametrize(
     "options",
     [{"causal": True, "bias": normal(1, 1, 500, 650)}, {"dropout_prob": 0.3, "dropout_seed": 7}],
     ids=["bias", "dropout"],
 )
-def test_squares_of_a_tile_give_what_the_reference_defines(options, side):
+def test_squares_of_a_tile_give_what_the_reference_defines(options, width):
     """Several strips of queries, the last a short one, and more keys than go together."""
     shapes = attention(q_len=500, kv_len=650, heads=1, kv_heads=1, value_dim=16)
     workload = Workload("squares", shapes | options)
     call = lambda seed: default_executor().invocation(flash_attention, **workload.build(seed))
     sizes = {"q_blocksize": 384, "kv_blocksize": 640}
     config = FlashAttentionConfig(
-        fwd_params=FwdParams(**sizes, blocksize_m=side),
-        bwd_params=BwdParams(**sizes, blocksize_k=side, blocksize_m=768),
+        fwd_params=FwdParams(**sizes, mxu_width=width),
+        bwd_params=BwdParams(**sizes, mxu_width=width, resident_queries=768),
     )
     mine = call(0)
     run = lambda x: executor.run(mine.op, x, mine.spec, Request(platform="pallas", cfg=config))
@@ -119,19 +123,19 @@ def test_squares_of_a_tile_give_what_the_reference_defines(options, side):
         assert deviation.fine, deviation
 
 
-@pytest.mark.parametrize(("kind", "side"), [("TPU v5 lite", 128), ("TPU v6 lite", 256)])
-def test_squares_are_as_wide_as_the_matrix_unit(kind, side):
+@pytest.mark.parametrize(("kind", "width"), [("TPU v5 lite", 128), ("TPU v6 lite", 256)])
+def test_squares_are_as_wide_as_the_matrix_unit(kind, width):
     array = jax.ShapeDtypeStruct((1, 8192, 8, 128), jnp.bfloat16)
     inputs, device = Inputs(array, array, array), Device("tpu", kind, None, kind)
     chosen = pallas_tpu.heuristic_forward(inputs, Spec(softmax_scale=1.0), device)
-    assert chosen.blocksize_m == side
+    assert chosen.mxu_width == width
     assert (chosen.q_blocksize, chosen.kv_blocksize) == (1024, 1024)
     window = inputs._replace(mask=Band(-100, 0))
     assert pallas_tpu.heuristic_forward(window, Spec(softmax_scale=1.0), device).q_blocksize == 512
 
 
 def visited(rule, **options):
-    tiles = tile_list(rule, 512, 512, 128, 128, **options)
+    tiles = tile_schedule(rule, 512, 512, 128, 128, **options)
     count = int(tiles.count)
     return list(
         zip(tiles.result[:count].tolist(), (tiles.packed[:count] // 4).tolist(), strict=True)
@@ -150,7 +154,7 @@ def test_the_list_of_a_traced_mask_is_that_of_the_static_one():
 
 
 def test_a_block_that_sees_nothing_has_one_tile_all_the_same():
-    tiles = tile_list(KeyLength(jnp.array([0, 200])), 256, 512, 128, 128)
+    tiles = tile_schedule(KeyLength(jnp.array([0, 200])), 256, 512, 128, 128)
     assert tiles.result[: int(tiles.count)].tolist() == [0, 1, 2, 2, 3, 3]
     assert (tiles.packed[:2] % 4).tolist() == [0, 0]
 
@@ -163,10 +167,10 @@ def test_default_tiles_shrink_until_they_fit(kind):
     spec = Spec(softmax_scale=1.0)
     forward = pallas_tpu.heuristic_forward(inputs, spec, device)
     backward = pallas_tpu.heuristic_backward(inputs, spec, device)
-    size = pallas_tpu.TileSize(backward.q_blocksize, backward.kv_blocksize, backward.blocksize_n)
-    needed = pallas_tpu._backward_bytes(inputs, size)
-    needed += pallas_tpu._kept_bytes(inputs, size, backward.blocksize_m)
-    assert forward.q_blocksize % 128 == backward.blocksize_m % 128 == 0
+    size = FlashTileSize(backward.q_blocksize, backward.kv_blocksize, backward.blocksize_heads)
+    needed = configs.backward_bytes(inputs, size)
+    needed += configs.resident_bytes(inputs, size, backward.resident_queries)
+    assert forward.q_blocksize % 128 == backward.resident_queries % 128 == 0
     assert needed <= core_of(device).vmem
 
 

@@ -9,7 +9,11 @@ from ejkernel import settings
 from ejkernel.kernels.common.mosaic_tpu.memory import core_of
 from ejkernel.kernels.gla_attention import pallas_tpu
 from ejkernel.kernels.gla_attention.inputs import Inputs, Spec
-from ejkernel.kernels.gla_attention.pallas_tpu.recurrence import added, split
+from ejkernel.kernels.gla_attention.pallas_tpu.chunk_recurrence import (
+    split_bfloat16,
+    sum_matmul,
+)
+from ejkernel.kernels.gla_attention.pallas_tpu.kernels import GlaStepSize
 from ejkernel.modules import RecurrentAttentionConfig, recurrent_attention
 from ejkernel.ops.platform import Device
 
@@ -70,12 +74,12 @@ def test_chunks_of_any_size_give_the_same():
 
 def test_parts_in_bfloat16_add_up_to_float32_without_a_rest():
     x = draw(10, 64, 16) * 10.0 ** draw(11, 64, 16)
-    parts = split(x, exact=True)
+    parts = split_bfloat16(x, exact=True)
     assert {part.dtype for part in parts} == {jnp.dtype(jnp.bfloat16)}
     total = sum(np.asarray(part, np.float64) for part in parts)
     np.testing.assert_array_equal(total, np.asarray(x, np.float64))
     one = jnp.eye(64, dtype=jnp.bfloat16)
-    np.testing.assert_array_equal(added(one, x), x)
+    np.testing.assert_array_equal(sum_matmul(one, x), x)
 
 
 @pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite", "TPU7x"])
@@ -88,7 +92,7 @@ def test_default_chunks_fit_by_the_model_of_vmem(kind, width):
         (pallas_tpu.heuristic_forward, pallas_tpu.heuristic_backward)
     ):
         chosen = heuristic(inputs, Spec(softmax_scale=1.0), device)
-        size = pallas_tpu.Size(chosen.block_q, chosen.block_k)
+        size = GlaStepSize(chosen.block_q, chosen.block_k)
         taken = pallas_tpu.vmem_of_step(inputs, size, bool(backward))
         assert taken <= 0.6 * core_of(device).vmem
 
@@ -98,4 +102,4 @@ def test_states_that_vmem_cannot_hold_are_refused_in_words():
     reason = pallas_tpu.why_not_forward(
         Inputs(shape, shape, shape), Spec(softmax_scale=1.0), Device("tpu", "TPU v4", None, "")
     )
-    assert reason == "has no room in VMEM for heads so large or so many on a key head"
+    assert reason == "heads so large, or so many of a key head, do not fit into VMEM"

@@ -12,10 +12,14 @@ from ejkernel.cli.oracle import VALUE_FLOOR, Truth, with_dtype
 from ejkernel.kernels.common.mosaic_tpu.memory import core_of
 from ejkernel.kernels.ragged_page_attention_v3 import pallas_tpu
 from ejkernel.kernels.ragged_page_attention_v3.inputs import Inputs, Spec
-from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu.cache import cache_of
-from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu.items import items
+from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu.configs import (
+    cache_layout,
+    kernel_configs,
+    vmem_estimate,
+)
+from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu.schedule import work_list
 from ejkernel.kernels.ragged_page_attention_v3.workloads import ragged
-from ejkernel.kernels.ragged_page_attention_v3_update import pallas_tpu_write
+from ejkernel.kernels.ragged_page_attention_v3_update import pallas_tpu as update
 from ejkernel.modules import (
     PageAttentionConfig,
     RaggedPageAttentionv3Config,
@@ -73,7 +77,7 @@ def assert_unchanged(run, clean, dirty):
 
 
 @pytest.mark.tpu
-@pytest.mark.parametrize("queries", [2, 8])  # heads together, heads apart
+@pytest.mark.parametrize("queries", [2, 8])  # packed, by head
 def test_slots_that_no_query_sees_never_leak(queries):
     window, rows = 3, QUERY.at[CU_Q[-1] :].set(jnp.nan)
     cfg = RaggedPageAttentionv3Config(num_queries_per_block=queries * 8, num_kv_pages_per_block=2)
@@ -189,10 +193,10 @@ def test_slots_that_no_token_is_written_to_stay_as_they_are(layout):
 
 
 @pytest.mark.tpu
-@pytest.mark.parametrize("under_way", [1, 2, 4])
-def test_pages_are_mended_however_many_are_under_way(monkeypatch, under_way):
-    """Where VMEM has room for eight there are eight; a smaller ring must write the same."""
-    monkeypatch.setattr(pallas_tpu_write.Mending, "most", lambda self, device: under_way)
+@pytest.mark.parametrize("in_flight", [1, 2, 4])
+def test_pages_are_updated_however_many_are_in_flight(monkeypatch, in_flight):
+    """Eight where they fit into VMEM; a smaller ring buffer must write the same."""
+    monkeypatch.setattr(update.PageBuffers, "most_in_flight", lambda self, device: in_flight)
     query, (key, value) = draw(TOKENS, HEADS, DIM), draw(2, TOKENS, KV_HEADS, DIM, seed=1)
     pages = draw(2, PAGES, KV_HEADS, SIZE, DIM, seed=2)
     names = ("query", "key", "value", "key_pages", "value_pages")
@@ -200,19 +204,19 @@ def test_pages_are_mended_however_many_are_under_way(monkeypatch, under_way):
     given |= {"cu_seqlens_q": CU_Q, "cu_seqlens_k": CU_K, "page_indices": TABLE, "kv_layout": "HND"}
     call = default_executor().invocation(ragged_page_attention_v3_update, **given)
     with interpreted():
-        found = pallas_tpu_write.written(call.inputs, call.spec)
+        found = update.write_tokens(call.inputs, call.spec, Device("tpu", "TPU v4", None, ""))
     expected = ragged_page_attention_v3_update(**given, platform="xla")[1:]
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize(("kind", "count"), [("TPU v4", 2), ("TPU v5 lite", 8), ("TPU7x", 8)])
-def test_as_many_pages_are_under_way_as_vmem_holds(kind, count):
+def test_as_many_pages_are_in_flight_as_vmem_holds(kind, count):
     device = Device("tpu", kind, None, kind)
-    large = pallas_tpu_write.Mending((5, 256, 256), jnp.float32)
-    assert large.most(device) == count
+    large = update.PageBuffers((5, 256, 256), np.dtype("float32"))
+    assert large.most_in_flight(device) == count
     assert large.bytes(count) <= core_of(device).vmem
-    assert pallas_tpu_write.Mending((128, 256, 256), jnp.float32).most(device) == 0
+    assert update.PageBuffers((128, 256, 256), large.dtype).most_in_flight(device) == 0
 
 
 @pytest.mark.tpu
@@ -255,15 +259,14 @@ def ragged_inputs(lengths, kv_lengths, tokens=64, pages=32, slots=16):
 
 
 def listed(inputs, size, **options):
-    found = items(
-        inputs, size, block=32, slots=16, **{"alone": False, "cores": 1, "window": None} | options
-    )
-    fields = (found.sequence, found.row, found.rows, found.first, found.begin, found.end)
-    count = int(found.bounds[-1])
-    return [tuple(int(x[i]) for x in fields) for i in range(count)], found.bounds.tolist()
+    given = {"all_sequences": False, "cores": 1, "window": None} | options
+    found = work_list(inputs, size, block_positions=32, page_size=16, **given)
+    fields = (found.sequence, found.row, found.rows, found.position, found.begin, found.end)
+    bounds = found.core_bounds.tolist()
+    return [tuple(int(x[i]) for x in fields) for i in range(bounds[-1])], bounds
 
 
-def test_the_list_holds_the_tiles_of_queries_that_see_something():
+def test_the_work_list_holds_the_tiles_of_queries_that_see_something():
     inputs = ragged_inputs((1, 9, 0, 3, 4), (40, 9, 0, 100, 2))
     # The last sequence has two tokens more than the cache: those see nothing.
     assert listed(inputs, 1)[0] == [(0, 0, 1, 39, 0, 2)]
@@ -307,14 +310,14 @@ def test_default_blocks_fit_by_construction(kind):
             dtype=random.choice([jnp.bfloat16, jnp.float32, jnp.int8]),
             tokens=int(random.choice([1, 64, 8192])),
         )
-        cache = cache_of(inputs, SPEC)
+        layout = cache_layout(inputs, SPEC)
         reason = pallas_tpu.why_not(inputs, SPEC, device)
         if reason:
             assert "VMEM" in reason
             assert kind == "TPU v4"
             continue
-        for plan in pallas_tpu.plans_of(inputs, SPEC, SPEC.config(), device):
-            assert pallas_tpu._bytes(inputs, cache, plan) <= core_of(device).vmem
+        for config in kernel_configs(inputs, SPEC, SPEC.config(), device):
+            assert vmem_estimate(inputs, layout, config) <= core_of(device).vmem
 
 
 def test_the_table_of_pages_may_be_larger_than_scalar_memory():

@@ -42,8 +42,9 @@ def test_parameters_have_the_documented_fields():
     common = ["blocksize_m", "blocksize_k", "blocksize_n", "q_blocksize", "kv_blocksize"]
     launch = ["num_warps", "num_stages"]
     keys = ["blocksize_heads", "blocksize_keys", "num_key_splits"]
-    assert names(FwdParams) == common + keys + launch
-    assert names(BwdParams) == [*common, *launch, "deterministic"]
+    tpu = ["blocksize_heads", "resident_queries", "mxu_width"]
+    assert names(FwdParams) == [*common, *keys, *launch, "mxu_width"]
+    assert names(BwdParams) == [*common, *launch, "deterministic", *tpu]
     assert set(dataclasses.asdict(FwdParams()).values()) == {None}
 
 
@@ -141,3 +142,19 @@ def test_each_direction_gets_its_own_parameters_else_the_configuration():
     assert forward_only.params("backward") is forward_only
     flat = FlatConfig()
     assert flat.params("forward") is flat
+
+
+def test_tpu_configurations_stored_before_keep_their_meaning():
+    """`blocksize_m` was the width of the matrix unit forward and the resident queries backward."""
+    stored = {
+        "platform": "pallas",
+        "backend": "tpu",
+        "fwd_params": {"q_blocksize": 512, "blocksize_heads": 2, "blocksize_m": 256},
+        "bwd_params": {"blocksize_m": 1024, "blocksize_k": 256, "blocksize_n": 4},
+    }
+    config = TiledConfig.from_dict(stored)
+    assert config.fwd_params == FwdParams(q_blocksize=512, blocksize_heads=2, mxu_width=256)
+    assert config.bwd_params == BwdParams(resident_queries=1024, mxu_width=256, blocksize_heads=4)
+    assert TiledConfig.from_dict(config.to_dict()) == config
+    on_gpu = TiledConfig.from_dict(stored | {"platform": "triton", "backend": "gpu"})
+    assert on_gpu.bwd_params == BwdParams(blocksize_m=1024, blocksize_k=256, blocksize_n=4)

@@ -1,4 +1,4 @@
-"""Dropout whose bits depend on where an element stands, not on how the work was cut up.
+"""Dropout whose bits depend on the position of an element, not on how the work is tiled.
 
 Every element of the attention matrix has 32 bits made from (seed, batch, head, row, column).
 All arithmetic is on unsigned 32-bit integers and wraps around; `>>` shifts in zeros.
@@ -20,11 +20,12 @@ The element is dropped when `bits < threshold`, an unsigned comparison, with
 which is the same whether or not a compiler takes them for signed.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
 _STRIDE = 0x9E3779B9
@@ -43,7 +44,9 @@ def threshold(probability: float) -> int:
     return 2 * min(int(probability * 2.0**31), 2**31 - 1)
 
 
-def bits(seed: Any, batch: Any, head: Any, row: Any, column: Any) -> jax.Array:
+def bits(
+    seed: ArrayLike, batch: ArrayLike, head: ArrayLike, row: ArrayLike, column: ArrayLike
+) -> jax.Array:
     """The 32 random bits of each element, `uint32`, of the shape the indices broadcast to."""
     seed, batch, head, row, column = map(_unsigned, (seed, batch, head, row, column))
     first, second = (
@@ -55,7 +58,14 @@ def bits(seed: Any, batch: Any, head: Any, row: Any, column: Any) -> jax.Array:
     return x ^ (x >> 16)
 
 
-def keep(probability: float, seed: Any, batch: Any, head: Any, row: Any, column: Any) -> jax.Array:
+def keep(
+    probability: float,
+    seed: ArrayLike,
+    batch: ArrayLike,
+    head: ArrayLike,
+    row: ArrayLike,
+    column: ArrayLike,
+) -> jax.Array:
     """Whether each element survives dropout with this probability; indices broadcast.
 
     >>> import jax.numpy as jnp
@@ -67,7 +77,7 @@ def keep(probability: float, seed: Any, batch: Any, head: Any, row: Any, column:
     return bits(seed, batch, head, row, column) >> 1 >= half
 
 
-def _unsigned(index: Any) -> jax.Array:
+def _unsigned(index: ArrayLike) -> jax.Array:
     index = jnp.asarray(index)
     if index.dtype in (jnp.int32, jnp.uint32):
         return jax.lax.bitcast_convert_type(index, jnp.uint32)

@@ -1,4 +1,4 @@
-"""Attention sinks in a backward pass: what they leave to the keys, and their own gradient."""
+"""Attention sinks in a backward pass: the share of the keys, and the gradient of the sinks."""
 
 import jax
 import jax.numpy as jnp

@@ -62,12 +62,12 @@ def sequences(inputs: Inputs) -> int:
 
 def sample(inputs: Inputs, drawn: Inputs, spec: Spec) -> Inputs:
     """Data to tune on: gates that fade, and sequences of one length where none are known yet."""
-    fading = {
+    decays = {
         name: -jnp.abs(x)
         for name in ("gate", "g_gamma", "gv")
         if (x := getattr(drawn, name)) is not None
     }
-    drawn = drawn._replace(**fading)
+    drawn = drawn._replace(**decays)
     packed = inputs.cu_seqlens
     if packed is None or not unknown(packed):
         return drawn

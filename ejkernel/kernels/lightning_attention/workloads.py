@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from ejkernel.kernels.gla_attention.workloads import attention, ends, fading
+from ejkernel.kernels.gla_attention.workloads import attention, ends, log_decays
 from ejkernel.kernels.lightning_attention.config import LightningAttentionConfig
 from ejkernel.ops.workload import Workload, normal, value
 
@@ -18,7 +18,7 @@ WORKLOADS = (
             "initial_state": normal(2, 2, 8, 12),
         },
     ),
-    Workload("gamma", attention(length=127) | {"g_gamma": fading(2), "reverse": True}),
+    Workload("gamma", attention(length=127) | {"g_gamma": log_decays(2), "reverse": True}),
     Workload(
         "packed",
         attention(batch=1, length=45)

@@ -1,4 +1,4 @@
-"""Where tokens and blocks stand in a row of packed sequences; a plain row is one sequence."""
+"""Tokens and blocks in a row of packed sequences; a plain row is one sequence."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from ejkernel.kernels.native_sparse_attention.inputs import Inputs, Spec
 
 
 class Tokens(NamedTuple):
-    """Where each token of a row stands; one past the last sequence starts beyond every key."""
+    """The tokens of a row; the sequence of one after the last sequence starts after every key."""
 
     exists: Bool[Array, "t"]
     sequence: Int[Array, "t"]
@@ -19,7 +19,7 @@ class Tokens(NamedTuple):
 
 
 class Pools(NamedTuple):
-    """The complete blocks of a row, sequence after sequence, and what the tokens see of them."""
+    """The complete blocks of a row, sequence after sequence, and which of them the tokens see."""
 
     begin: Int[Array, "c"]  # the first token of each
     first: Int[Array, "t"]  # the first one of the token's sequence
@@ -28,7 +28,7 @@ class Pools(NamedTuple):
 
 
 def tokens(length: int, cu_seqlens: jax.Array | None) -> Tokens:
-    """Where the tokens of a row of this length stand."""
+    """The tokens of a row of this length."""
     index = jnp.arange(length, dtype=jnp.int32)
     if cu_seqlens is None:
         nothing = jnp.zeros_like(index)
@@ -40,7 +40,7 @@ def tokens(length: int, cu_seqlens: jax.Array | None) -> Tokens:
 
 
 def pools(length: int, cu_seqlens: jax.Array | None, block_size: int, at: Tokens) -> Pools:
-    """The complete blocks of a row of this length; `begin` has room for as many as can be."""
+    """The complete blocks of a row of this length; `begin` is as long as there can be blocks."""
     block = jnp.arange(length // block_size, dtype=jnp.int32)
     seen = jnp.where(at.exists, (at.position + 1) // block_size, 0)
     if cu_seqlens is None:
@@ -54,7 +54,7 @@ def pools(length: int, cu_seqlens: jax.Array | None, block_size: int, at: Tokens
     owner = jnp.searchsorted(last, block, side="right").astype(jnp.int32)
     owner = jnp.minimum(owner, complete.shape[0] - 1)
     begin = cu_seqlens[owner] + (block - before[owner]) * block_size
-    begin = jnp.clip(begin, 0, length - block_size)  # those past the last are seen by nobody
+    begin = jnp.clip(begin, 0, length - block_size)  # no token sees those past the last
 
     sequence = jnp.minimum(at.sequence, complete.shape[0] - 1)
     first = before[sequence]
@@ -64,7 +64,7 @@ def pools(length: int, cu_seqlens: jax.Array | None, block_size: int, at: Tokens
 
 
 def clean(inputs: Inputs, at: Tokens) -> Inputs:
-    """The inputs with zeros where a row holds no sequence: whatever is there must not spread."""
+    """The inputs with zeros where a row holds no sequence, so that nothing there is used."""
     if inputs.cu_seqlens is None:
         return inputs
     floats = {

@@ -50,7 +50,14 @@ def _gated(gate: jax.Array | None, out: jax.Array, prepare: Round) -> jax.Array:
     return out if gate is None else prepare(gate)[..., None] * out
 
 
-def _attend(query, key, value, visible, spec: Spec, round: Round) -> jax.Array:
+def _attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    visible: jax.Array,
+    spec: Spec,
+    round: Round,
+) -> jax.Array:
     """Softmax attention over the visible keys, 0 where there are none; visible [(b, k,) t, s]."""
     b, t, n, h = query.shape
     query = query.reshape(b, t, key.shape[2], -1, h)

@@ -1,4 +1,4 @@
-"""Which blocks a token takes when the caller names none: its own, and those it looks at most."""
+"""The blocks of a token when the caller gives none: its own, and those with the highest scores."""
 
 import functools
 
@@ -21,7 +21,7 @@ def select_blocks(
 
     The score of a block that is complete by the token is the softmax weight of the block's mean
     key among those of all such blocks, summed over the query heads of the key head. Of equal scores
-    the lower index wins. What a token has too few blocks for is -1. No gradient flows.
+    the lower index wins. Entries for which there is no block are -1. No gradient flows.
     """
     b, t, n, h = query.shape
     k = key.shape[2]
@@ -33,7 +33,7 @@ def select_blocks(
     if count == 0 or others == 0:
         return _padded(own[..., :count], count)
     pools = geometry.pools(t, cu_seqlens, spec.block_size, at)
-    # A token's own block may be complete as well: it has its place already.
+    # A token's own block may be complete as well: it is in the list already.
     ahead = pools.first + jnp.minimum(pools.seen, at.position // spec.block_size)
     means = jnp.moveaxis(geometry.pooled(key, pools, spec), 1, 2)  # [b, k, blocks, h]
     blocks = jnp.arange(means.shape[2], dtype=jnp.int32)
@@ -77,10 +77,10 @@ def _padded(indices: jax.Array, count: int) -> jax.Array:
 def _softmax(logits: jax.Array, visible: jax.Array) -> jax.Array:
     """Softmax over the visible entries, zeros where there are none."""
     logits = jnp.where(visible, logits, -jnp.inf)
-    peak = jnp.maximum(logits.max(-1, keepdims=True), jnp.finfo(logits.dtype).min)
-    weights = jnp.exp(logits - peak)
-    mass = weights.sum(-1, keepdims=True)
-    return weights / jnp.where(mass > 0, mass, 1.0)
+    row_max = jnp.maximum(logits.max(-1, keepdims=True), jnp.finfo(logits.dtype).min)
+    weights = jnp.exp(logits - row_max)
+    row_sum = weights.sum(-1, keepdims=True)
+    return weights / jnp.where(row_sum > 0, row_sum, 1.0)
 
 
 def _matmul(equation: str, left: jax.Array, right: jax.Array) -> jax.Array:

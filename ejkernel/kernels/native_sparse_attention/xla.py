@@ -21,7 +21,7 @@ from ejkernel.ops.platform import Device
 _ROWS_OF_A_TILE = 512
 
 
-def forward(
+def run_forward(
     inputs: Inputs, spec: Spec, params: NativeSparseAttentionConfig
 ) -> tuple[Outputs, Residuals]:
     """The gated sum of the branches, and the branches."""
@@ -42,7 +42,7 @@ def forward(
     return Outputs(sum(parts[1:], parts[0]).astype(inputs.query.dtype)), branches
 
 
-def backward(
+def run_backward(
     inputs: Inputs,
     residuals: Residuals,
     d_outputs: Outputs,
@@ -117,6 +117,10 @@ def candidates(inputs: Inputs, spec: Spec, device: Device) -> Sequence[NativeSpa
 
 
 IMPLEMENTATION = Implementation(
-    forward=Pass(run=forward, features=ALL_FEATURES, heuristic=heuristic, candidates=candidates),
-    backward=Pass(run=backward, features=ALL_FEATURES, heuristic=heuristic, candidates=candidates),
+    forward=Pass(
+        run=run_forward, features=ALL_FEATURES, heuristic=heuristic, candidates=candidates
+    ),
+    backward=Pass(
+        run=run_backward, features=ALL_FEATURES, heuristic=heuristic, candidates=candidates
+    ),
 )

@@ -1,20 +1,21 @@
-"""Which token meets which block of keys, turned around: for every block the tokens that chose it.
+"""The lists of blocks of all tokens inverted: for every block of keys the tokens that chose it.
 
-A row is cut into chunks of tokens. The pairs (token, block) of a chunk are sorted by block, and
-each run of one block is cut into tiles: `block_q` tokens against one block of keys, a matmul of a
-size that pays. What the tiles of a chunk give lies in a buffer in the order of the sorted pairs,
-and each token then gathers what its own pairs gave.
+A row is cut into chunks of tokens. The pairs (token, block) of a chunk are sorted by block, and the
+pairs of each block are cut into tiles: `block_q` tokens against one block of keys, which is large
+enough for an efficient matmul. The results of the tiles are written to a buffer in the order of the
+sorted pairs, and each token then gathers the results of its own pairs.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
+from ejkernel.kernels.common.refs import Index
 from ejkernel.kernels.native_sparse_attention import geometry
 from ejkernel.kernels.native_sparse_attention.inputs import Inputs, Spec
 
@@ -22,9 +23,11 @@ from ejkernel.kernels.native_sparse_attention.inputs import Inputs, Spec
 _LARGEST_BUFFER = 1 << 23
 _UNROLLED = 8
 
+Carry = TypeVar("Carry")
+
 
 class Pairs(NamedTuple):
-    """The pairs of one chunk, sorted by block; arrays over them have a tile's room at the end."""
+    """The pairs of one chunk, sorted by block; arrays over them are padded by a tile."""
 
     token: Int[Array, "pairs"]  # counted from the start of the chunk
     begin: Int[Array, "pairs"]  # the first key of the pair's block
@@ -36,8 +39,8 @@ class Pairs(NamedTuple):
     used: Bool[Array, "slots tokens"]
 
 
-class Tile(NamedTuple):
-    """Some tokens and the block of keys that they meet; entries not `useful` stand for nothing."""
+class PairTile(NamedTuple):
+    """Some tokens and their block of keys; entries that are not `useful` are padding."""
 
     first: Int[Array, ""]
     begin: Int[Array, ""]
@@ -46,13 +49,13 @@ class Tile(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
+class PairSizes:
     """The static sizes of a call; a unit is one key head of one batch row."""
 
     batch: int
     length: int
     heads: int  # key heads
-    group: int  # query heads on each of them
+    group: int  # query heads of each
     slots: int  # blocks in the list of a token
     block_size: int
     rows: int  # tokens in a tile
@@ -71,7 +74,7 @@ class Cut:
     def pairs(self) -> int:
         return self.chunk * self.slots
 
-    def cut_tokens(self, x: jax.Array, fill: Any = 0) -> jax.Array:
+    def split_tokens(self, x: jax.Array, fill: int = 0) -> jax.Array:
         """[b, t, heads of both kinds, ...] -> [units, chunks, chunk, everything of a key head]."""
         b, t = x.shape[:2]
         x = x.reshape(b, t, self.heads, -1)
@@ -86,29 +89,29 @@ class Cut:
         x = jnp.moveaxis(x, 1, 2)[:, : self.length]
         return x.reshape(self.batch, self.length, self.heads * self.group, -1)
 
-    def cut_keys(self, x: jax.Array) -> jax.Array:
-        """[b, t, k, d] -> [units, t and room for a block, d]."""
+    def split_keys(self, x: jax.Array) -> jax.Array:
+        """[b, t, k, d] -> [units, t and a block of padding, d]."""
         x = jnp.moveaxis(jnp.pad(x, ((0, 0), (0, self.block_size), (0, 0), (0, 0))), 2, 1)
         return x.reshape(self.units, *x.shape[2:])
 
     def join_keys(self, x: jax.Array) -> jax.Array:
-        """The inverse of `cut_keys`."""
+        """The inverse of `split_keys`."""
         x = x[:, : self.length].reshape(self.batch, self.heads, self.length, -1)
         return jnp.moveaxis(x, 1, 2)
 
 
-def cut(inputs: Inputs, spec: Spec, block_q: int) -> Cut:
+def pair_sizes(inputs: Inputs, spec: Spec, block_q: int) -> PairSizes:
     """The sizes of a call in tiles of `block_q` tokens."""
     batch, length, heads = inputs.query.shape[:3]
     kv_heads, slots = inputs.block_indices.shape[2:]
     group, widest = heads // kv_heads, max(inputs.key.shape[3], inputs.value.shape[3])
     sequences = 1 if inputs.cu_seqlens is None else inputs.cu_seqlens.shape[0] - 1
     blocks = -(-length // spec.block_size) + sequences
-    # Enough tokens that a block is met by a tile of them, if they spread evenly.
+    # Enough tokens to fill a tile of each block, if they choose evenly.
     chunk = block_q * max(8, -(-blocks // slots))
     most = min(_LARGEST_BUFFER // (group * widest), (2**31 - 1) // (blocks + 1)) // slots
     chunk = max(1, min(chunk, most, length))
-    return Cut(
+    return PairSizes(
         batch=batch,
         length=length,
         heads=kv_heads,
@@ -121,7 +124,9 @@ def cut(inputs: Inputs, spec: Spec, block_q: int) -> Cut:
     )
 
 
-def chosen_blocks(inputs: Inputs, at: geometry.Tokens, size: Cut) -> tuple[jax.Array, jax.Array]:
+def chosen_blocks(
+    inputs: Inputs, at: geometry.Tokens, size: PairSizes
+) -> tuple[jax.Array, jax.Array]:
     """The first key and the number of every block of every token, [units, chunks, chunk, slots]."""
     index = inputs.block_indices
     position, start, sequence = (
@@ -133,10 +138,10 @@ def chosen_blocks(inputs: Inputs, at: geometry.Tokens, size: Cut) -> tuple[jax.A
     # Blocks of different sequences may begin within one block size of each other: a step for each
     # sequence keeps their numbers apart.
     number = jnp.where(useful, begin // size.block_size + sequence, size.blocks)
-    return size.cut_tokens(begin), size.cut_tokens(number, size.blocks)
+    return size.split_tokens(begin), size.split_tokens(number, size.blocks)
 
 
-def sort_pairs(begin: jax.Array, number: jax.Array, size: Cut) -> Pairs:
+def sort_pairs(begin: jax.Array, number: jax.Array, size: PairSizes) -> Pairs:
     """The pairs of a chunk by block, then token; begin and number are [chunk, slots]."""
     order = jnp.arange(size.pairs, dtype=jnp.int32)
     # One number holds block, token and slot: sorting it alone is far cheaper than sorting several.
@@ -150,13 +155,13 @@ def sort_pairs(begin: jax.Array, number: jax.Array, size: Cut) -> Pairs:
     most = min(size.pairs, size.pairs // size.rows + size.blocks)
     place = jnp.zeros_like(order).at[pair].set(order, unique_indices=True)
     used = useful[place]
-    room = lambda x, fill: jnp.pad(x, (0, size.rows), constant_values=fill)
+    padded = lambda x, fill: jnp.pad(x, (0, size.rows), constant_values=fill)
     by_slot = lambda x: x.reshape(size.chunk, size.slots).T
     return Pairs(
-        token=room(token, 0),
-        begin=room(begin.reshape(-1)[pair], 0),
-        block=room(block, size.blocks),
-        useful=room(useful, False),
+        token=padded(token, 0),
+        begin=padded(begin.reshape(-1)[pair], 0),
+        block=padded(block, size.blocks),
+        useful=padded(useful, False),
         tiles=lax.sort(jnp.where(heads, order, size.pairs))[:most],
         tile_count=heads.sum(dtype=jnp.int32),
         place=by_slot(place),
@@ -169,31 +174,35 @@ def _changes(x: jax.Array) -> jax.Array:
     return jnp.concatenate([jnp.ones(1, bool), x[1:] != x[:-1]])
 
 
-def over_tiles(pairs: Pairs, size: Cut, step: Callable[[Tile, Any], Any], carry: Any) -> Any:
+def over_tiles(
+    pairs: Pairs, size: PairSizes, step: Callable[[PairTile, Carry], Carry], carry: Carry
+) -> Carry:
     """`carry = step(tile, carry)` for every tile, in the order of the sorted pairs."""
 
-    def one(i: Any, carry: Any) -> Any:
+    def one(i: Index, carry: Carry) -> Carry:
         first = pairs.tiles[i]
         token, block, useful = (
             lax.dynamic_slice_in_dim(x, first, size.rows)
             for x in (pairs.token, pairs.block, pairs.useful)
         )
         useful &= block == block[0]
-        # The rest of the tile belongs to other blocks: it repeats a token that does belong here, so
-        # that no strange data comes in.
+        # The rest of the tile belongs to other blocks. It repeats a token of this block, so that
+        # no other data is read.
         token = jnp.where(useful, token, token[0])
-        return step(Tile(first, pairs.begin[first], token, useful), carry)
+        return step(PairTile(first, pairs.begin[first], token, useful), carry)
 
     return lax.fori_loop(jnp.int32(0), pairs.tile_count, one, carry)
 
 
-def gather_sum(buffer: jax.Array, pairs: Pairs, weights: jax.Array | None, start: jax.Array):
-    """`start` plus what the pairs of each token have in the buffer, [chunk, group * d].
+def gather_sum(
+    buffer: jax.Array, pairs: Pairs, weights: jax.Array | None, start: jax.Array
+) -> jax.Array:
+    """`start` plus the sum of the buffer over the pairs of each token, [chunk, group * d].
 
     `weights` [slots, chunk, group] multiply it.
     """
 
-    def add(slot: Any, total: jax.Array) -> jax.Array:
+    def add(slot: Index, total: jax.Array) -> jax.Array:
         part = buffer.at[pairs.place[slot]].get(mode="promise_in_bounds")
         if weights is not None:
             shape = weights.shape[1:]

@@ -1,6 +1,6 @@
 """Named calls: streams, and decays of the columns of the state."""
 
-from ejkernel.kernels.gla_attention.workloads import attention, ends, fading, uneven
+from ejkernel.kernels.gla_attention.workloads import attention, ends, log_decays, uneven
 from ejkernel.kernels.recurrent_attention.config import RecurrentAttentionConfig
 from ejkernel.ops.workload import Workload, normal
 
@@ -10,18 +10,23 @@ _CALL = attention(value_dim=12)
 WORKLOADS = (
     Workload("plain", _CALL),
     Workload("state", _CALL | _STATE),
-    Workload("one_token", attention(length=1, value_dim=12) | _STATE | {"gv": fading(2, 1, 2, 12)}),
-    Workload("columns", _CALL | {"gv": fading(2, 40, 2, 12)}),
+    Workload(
+        "one_token", attention(length=1, value_dim=12) | _STATE | {"gv": log_decays(2, 1, 2, 12)}
+    ),
+    Workload("columns", _CALL | {"gv": log_decays(2, 40, 2, 12)}),
     Workload("uneven_columns", _CALL | {"gv": uneven(2, 40, 2, 12)}),
-    Workload("rows_and_columns", _CALL | {"gate": fading(2, 40, 2, 8), "gv": fading(2, 40, 2, 12)}),
+    Workload(
+        "rows_and_columns",
+        _CALL | {"gate": log_decays(2, 40, 2, 8), "gv": log_decays(2, 40, 2, 12)},
+    ),
     Workload(
         "everything",
         _CALL
         | _STATE
         | {
-            "gate": fading(2, 40, 2),
-            "g_gamma": fading(2),
-            "gv": fading(2, 40, 2, 12),
+            "gate": log_decays(2, 40, 2),
+            "g_gamma": log_decays(2),
+            "gv": log_decays(2, 40, 2, 12),
             "reverse": True,
         },
     ).core(),
@@ -29,8 +34,8 @@ WORKLOADS = (
         "packed",
         attention(batch=1, length=45)
         | {
-            "gate": fading(1, 45, 2, 8),
-            "gv": fading(1, 45, 2, 8),
+            "gate": log_decays(1, 45, 2, 8),
+            "gv": log_decays(1, 45, 2, 8),
             "state": normal(4, 2, 8, 8),
             "cu_seqlens": ends(0, 7, 7, 30, 43),
         },

@@ -1,10 +1,12 @@
 """Ring attention on TPUs: the hops of `ring`, each by the TPU kernels of flash attention.
 
-The matrix unit takes what travels as it comes; what a hop gives is float32.
+The matrix unit takes keys and values in the dtype in which they are transferred. The results of a
+hop are float32.
 """
 
 import functools
-from typing import Any, cast
+from collections.abc import Callable
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -13,29 +15,34 @@ from ejkernel.kernels.flash_attention import inputs as flash
 from ejkernel.kernels.flash_attention import pallas_tpu
 from ejkernel.kernels.ring_attention import ring
 from ejkernel.kernels.ring_attention.inputs import Inputs, Outputs, Spec
+from ejkernel.ops.config import BwdParams, FwdParams
 from ejkernel.ops.implementation import Implementation, Pass
 from ejkernel.ops.platform import Device
 
 _FLASH = pallas_tpu.IMPLEMENTATION
 
 
-class _Meeting:
-    """Has what is on its way here by the time that the results of kernels are used."""
+class _TransferBarrier:
+    """Holds back the results of each kernel until the arrays in transfer have arrived."""
 
-    def __init__(self, ahead: Any):
-        self.ahead = ahead
+    def __init__(self, incoming: ring.Incoming):
+        self.incoming = incoming
 
-    def __call__(self, results: Any) -> Any:
-        results, self.ahead = ring.meet(results, self.ahead)
+    def __call__(self, results: list[jax.Array]) -> list[jax.Array]:
+        results, self.incoming = ring.wait_for_both(results, self.incoming)
         return results
 
 
 def _attend(
-    inputs: flash.Inputs, spec: flash.Spec, params: Any, ahead: Any
-) -> tuple[flash.Outputs, Any]:
-    meeting = _Meeting(ahead)
-    part, _ = pallas_tpu.run_forward(inputs, spec, params, jnp.float32, meeting)
-    return part, meeting.ahead
+    inputs: flash.Inputs,
+    spec: flash.Spec,
+    params: FwdParams,
+    device: Device,
+    incoming: ring.Incoming,
+) -> tuple[flash.Outputs, ring.Incoming]:
+    barrier = _TransferBarrier(incoming)
+    part, _ = pallas_tpu.run_forward(inputs, spec, params, device, jnp.float32, barrier)
+    return part, barrier.incoming
 
 
 def _differentiate(
@@ -43,18 +50,21 @@ def _differentiate(
     residuals: Outputs,
     d_outputs: Outputs,
     spec: flash.Spec,
-    params: Any,
-    ahead: Any,
-) -> tuple[flash.Inputs, Any]:
+    params: BwdParams,
+    device: Device,
+    incoming: ring.Incoming,
+) -> tuple[flash.Inputs, ring.Incoming]:
     if inputs.sinks is not None:
         inputs = inputs._replace(sinks=inputs.sinks.astype(jnp.float32))
-    meeting = _Meeting(ahead)
-    part = pallas_tpu.run_backward(inputs, residuals, d_outputs, spec, params, jnp.float32, meeting)
-    return part, meeting.ahead
+    barrier = _TransferBarrier(incoming)
+    part = pallas_tpu.run_backward(
+        inputs, residuals, d_outputs, spec, params, device, jnp.float32, barrier
+    )
+    return part, barrier.incoming
 
 
 def _why_not(of_hop: Pass, inputs: Inputs, spec: Spec, device: Device) -> str | None:
-    """What flash attention does not compute for one hop."""
+    """Why flash attention does not support one hop."""
     hop, bias = ring.one_hop(inputs), inputs.bias
     if bias is not None:
         keys = min(bias.shape[3], inputs.key.shape[1])
@@ -62,12 +72,12 @@ def _why_not(of_hop: Pass, inputs: Inputs, spec: Spec, device: Device) -> str | 
     return of_hop.refusal(hop, ring.hop_spec(spec), device)
 
 
-def _pass(of_hop: Pass, run: Any) -> Pass:
+def _pass(of_hop: Pass, run: Callable[..., tuple]) -> Pass:
     return Pass(
         run=run,
         features=_FEATURES,
         why_not=functools.partial(_why_not, of_hop),
-        heuristic=functools.partial(ring.params, of_hop),
+        heuristic=functools.partial(ring.heuristic, of_hop),
     )
 
 

@@ -1,24 +1,30 @@
 """Ring attention anywhere XLA runs: the hops of `ring`, each by XLA's flash attention."""
 
 import functools
-from typing import Any
 
 import jax.numpy as jnp
 
 from ejkernel.kernels.flash_attention import inputs as flash
 from ejkernel.kernels.flash_attention import xla
-from ejkernel.kernels.flash_attention.xla import backward as xla_backward
-from ejkernel.kernels.flash_attention.xla import forward as xla_forward
+from ejkernel.kernels.flash_attention.xla.backward import backward
+from ejkernel.kernels.flash_attention.xla.forward import forward
 from ejkernel.kernels.ring_attention import ring
 from ejkernel.kernels.ring_attention.inputs import Outputs
 from ejkernel.ops.config import BwdParams, FwdParams
 from ejkernel.ops.implementation import ALL_FEATURES, Implementation, Pass
+from ejkernel.ops.platform import Device
 
 
 def _attend(
-    inputs: flash.Inputs, spec: flash.Spec, params: FwdParams, ahead: Any
-) -> tuple[flash.Outputs, Any]:
-    return ring.meet(xla_forward.forward(_wide(inputs), spec, *_blocks(params)), ahead)
+    inputs: flash.Inputs,
+    spec: flash.Spec,
+    params: FwdParams,
+    device: Device,
+    incoming: ring.Incoming,
+) -> tuple[flash.Outputs, ring.Incoming]:
+    blocks = xla.block_sizes(params, xla.heuristic_forward(inputs, spec))
+    part = forward(_wide(inputs), spec, *blocks)
+    return ring.wait_for_both(part, incoming)
 
 
 def _differentiate(
@@ -27,33 +33,30 @@ def _differentiate(
     d_outputs: Outputs,
     spec: flash.Spec,
     params: BwdParams,
-    ahead: Any,
-) -> tuple[flash.Inputs, Any]:
-    wide = _wide(inputs)
-    part = xla_backward.backward(wide, residuals, d_outputs, spec, *_blocks(params))
-    return ring.meet(part, ahead)
+    device: Device,
+    incoming: ring.Incoming,
+) -> tuple[flash.Inputs, ring.Incoming]:
+    blocks = xla.block_sizes(params, xla.heuristic_backward(inputs, spec))
+    part = backward(_wide(inputs), residuals, d_outputs, spec, *blocks)
+    return ring.wait_for_both(part, incoming)
 
 
 def _wide(inputs: flash.Inputs) -> flash.Inputs:
-    """Float32 in gives float32 out, whatever travels."""
+    """In float32, so that the results of a hop are."""
     dtype = jnp.promote_types(inputs.query.dtype, jnp.float32)
     query, key, value = (x.astype(dtype) for x in inputs[:3])
     return inputs._replace(query=query, key=key, value=value)
-
-
-def _blocks(params: FwdParams | BwdParams) -> tuple[Any, Any]:
-    return params.q_blocksize, params.kv_blocksize
 
 
 IMPLEMENTATION = Implementation(
     forward=Pass(
         run=functools.partial(ring.forward, _attend),
         features=ALL_FEATURES,
-        heuristic=functools.partial(ring.params, xla.IMPLEMENTATION.forward),
+        heuristic=functools.partial(ring.heuristic, xla.IMPLEMENTATION.forward),
     ),
     backward=Pass(
         run=functools.partial(ring.backward, _differentiate),
         features=ALL_FEATURES,
-        heuristic=functools.partial(ring.params, xla.IMPLEMENTATION.backward),
+        heuristic=functools.partial(ring.heuristic, xla.IMPLEMENTATION.backward),
     ),
 )

@@ -1,36 +1,40 @@
-"""The gradient of a bias in the backward kernel on TPU: the logits' own, added up as it is shared.
+"""The gradient of a bias in the backward kernel on TPU: that of the logits, summed as it is shared.
 
 | the bias has | its gradient |
 |---|---|
 | a number for every logit | is written tile by tile |
-| one for several batch rows or heads | is added up in HBM, tile by tile, one step after the other |
-| one for all queries | grows over a column of tiles in VMEM |
+| one for several batch rows or heads | is accumulated in HBM, tile by tile, sequentially |
+| one for all queries | is accumulated in VMEM over a column of tiles |
 | one for all keys | stays in VMEM for all columns, as the gradient of the queries does |
 
-What several heads or batch rows share of the last two is added up behind the kernel.
+The last two are summed over heads and batch rows after the kernel.
 """
 
 import functools
-from typing import Any
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel.kernels.flash_attention.pallas_tpu.call import LANES, Call, Here, Result
-from ejkernel.kernels.flash_attention.pallas_tpu.heads import HeadParts
+from ejkernel.kernels.common.mosaic_tpu.blocks import BlockResult
+from ejkernel.kernels.common.mosaic_tpu.vectors import LANES
+from ejkernel.kernels.common.refs import Ref
+from ejkernel.kernels.flash_attention.pallas_tpu.launch import FlashCall, HeadGroups
+from ejkernel.kernels.flash_attention.pallas_tpu.schedule import Step
 
 
 class BiasGradient:
-    """What a call takes for it, and what its kernel does about it; nothing where there is none."""
+    """Results, scratch memory and kernel code of the gradient; nothing without a bias."""
 
-    def __init__(self, call: Call):
+    def __init__(self, call: FlashCall):
         self.call, self.size = call, call.size
         bias = call.inputs.bias
-        self.results: list[Result] = []
-        self.scratch: list[Any] = []
-        self.kind, self.shared = None, False
+        self.results: list[BlockResult] = []
+        self.scratch: list[pl.MemoryRef] = []
+        self.kind: Literal["tile", "keys", "queries"] | None = None
+        self.shared = False
         if bias is None:
             return
         b, n, t, s = bias.shape
@@ -40,77 +44,76 @@ class BiasGradient:
 
     def _prepare_tile(self, b: int, n: int) -> None:
         block = (None, self.size.heads, self.size.keys, self.size.queries)
-        spec = self.call.spec_of(block, lambda at: (at.batch, at.heads, at.keys, at.queries))
+        spec = self.call.block_spec(block, lambda at: (at.batch, at.heads, at.keys, at.queries))
         shape = (b, n, self.call.kv_len, self.call.q_len)
-        self.results = [Result(shape, jnp.float32, spec, zeroed=True)]
+        self.results = [BlockResult(shape, jnp.float32, spec, zeroed=True)]
 
     def _prepare_shared(self, b: int, n: int) -> None:
         keys, queries = self.size.keys, self.size.queries
         blocks = (-(-self.call.kv_len // keys) * keys, -(-self.call.q_len // queries) * queries)
-        anywhere = pl.BlockSpec(memory_space=pl.ANY)
-        self.results = [Result((b, n, *blocks), jnp.float32, anywhere, zeroed=True)]
+        in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+        self.results = [BlockResult((b, n, *blocks), jnp.float32, in_hbm, zeroed=True)]
         self.heads = self.size.heads if n > 1 else 1
         self.scratch = [pltpu.VMEM((self.heads, keys, queries), jnp.float32)]
 
     def _prepare_keys(self, b: int, n: int) -> None:
         block = (None, self.size.heads, 1, self.size.keys)
-        spec = self.call.spec_of(block, lambda at: (at.batch, at.heads, 0, at.keys))
+        spec = self.call.block_spec(block, lambda at: (at.batch, at.heads, 0, at.keys))
         shape = (self.call.batch, self.call.q_heads, 1, self.call.kv_len)
-        self.results = [Result(shape, jnp.float32, spec)]
+        self.results = [BlockResult(shape, jnp.float32, spec)]
         self.scratch = [pltpu.VMEM((self.size.heads, self.size.keys, LANES), jnp.float32)]
 
     def _prepare_queries(self, b: int, n: int) -> None:
         queries = -(-self.call.q_len // self.size.queries) * self.size.queries
         shape = (self.call.batch, self.call.q_heads, 1, queries)
-        anywhere = pl.BlockSpec(memory_space=pl.ANY)
-        self.results = [Result(shape, jnp.float32, anywhere)]
+        in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+        self.results = [BlockResult(shape, jnp.float32, in_hbm)]
         self.scratch = [pltpu.VMEM((self.size.heads, 1, queries), jnp.float32)]
 
     def assembled(self, x: jax.Array) -> jax.Array:
-        """[#b, #n, #t, #s] from what the kernel wrote."""
+        """[#b, #n, #t, #s] from the result of the kernel."""
         if self.kind == "keys":
             return x
         x = jnp.swapaxes(x, 2, 3)[:, :, : self.call.q_len]
         return x[..., : self.call.kv_len]
 
-    # Inside the kernel
-
-    def at(self, here: Here, result: Any, scratch: Any) -> "BiasGradient":
-        """Itself at a step."""
-        self.here, self.result, self.grown = here, result, scratch
+    def at(self, step: Step, result: Ref, scratch: Ref | None) -> "BiasGradient":
+        """The gradient at a step of the kernel, with the refs of its result and accumulator."""
+        self.step, self.result = step, result
+        self.acc = result if scratch is None else scratch
         return self
 
     def begin(self) -> None:
         """Before the first tile of a column."""
         if self.kind == "keys":
-            self.grown[...] = jnp.zeros_like(self.grown)
+            self.acc[...] = jnp.zeros_like(self.acc)
 
     def load(self) -> None:
         """Before a tile."""
         if self.shared:
-            pltpu.sync_copy(self._place(), self.grown)
+            pltpu.sync_copy(self._place(), self.acc)
 
     def add(self, head: int, d_logits: jax.Array) -> None:
         """The tile [keys, queries] of a head."""
         if self.kind is None:
             return
         if self.shared:
-            self.grown[head if self.heads > 1 else 0] += d_logits
+            self.acc[head if self.heads > 1 else 0] += d_logits
         elif self.kind == "tile":
             self.result[head] = d_logits
         elif self.kind == "keys":
             starts = range(0, d_logits.shape[1], LANES)
             parts = [d_logits[:, start : start + LANES] for start in starts]
-            self.grown[head] += functools.reduce(jnp.add, parts)
+            self.acc[head] += functools.reduce(jnp.add, parts)
         else:
-            start = pl.multiple_of(self.here.tile.queries * self.size.queries, LANES)
+            start = pl.multiple_of(self.step.tile.queries * self.size.queries, LANES)
             rows = pl.ds(start, self.size.queries)
-            self.grown[head, :, rows] += d_logits.sum(0, keepdims=True)
+            self.acc[head, :, rows] += d_logits.sum(0, keepdims=True)
 
     def store(self) -> None:
         """After a tile."""
         if self.shared:
-            pltpu.sync_copy(self.grown, self._place())
+            pltpu.sync_copy(self.acc, self._place())
 
     def skip(self) -> None:
         """In place of a tile that is empty."""
@@ -121,23 +124,23 @@ class BiasGradient:
         """After the last tile of a column."""
         if self.kind == "keys":
             for head in range(self.size.heads):
-                self.result[head] = self.grown[head].T.sum(0, keepdims=True)
+                self.result[head] = self.acc[head].T.sum(0, keepdims=True)
 
     def begin_row(self) -> None:
         """Before the first tile of all columns."""
         if self.kind == "queries":
-            self.grown[...] = jnp.zeros_like(self.grown)
+            self.acc[...] = jnp.zeros_like(self.acc)
 
     def end_row(self) -> None:
         """After the last tile of all columns."""
         if self.kind == "queries":
-            tile = self.here.tile
+            tile = self.step.tile
             heads = pl.ds(tile.heads * self.size.heads, self.size.heads)
-            pltpu.sync_copy(self.grown, self.result.at[tile.batch, heads])
+            pltpu.sync_copy(self.acc, self.result.at[tile.batch, heads])
 
-    def _place(self) -> Any:
-        """Where the tile lies in HBM."""
-        tile = self.here.tile
+    def _place(self) -> Ref:
+        """The tile in HBM."""
+        tile = self.step.tile
         b, n, *_ = self.results[0].shape
         first = tile.heads * self.heads if n > 1 else 0
         along = lambda block, size: pl.ds(pl.multiple_of(block * size, LANES), size)
@@ -150,14 +153,14 @@ class BiasGradient:
 
 
 def of_queries(parts: list[jax.Array], bias: jax.Array) -> jax.Array:
-    """The gradient from those that parts of the queries give."""
+    """The gradient from those of parts of the queries."""
     if bias.shape[2] == 1 and bias.shape[3] > 1:
         return functools.reduce(jnp.add, parts)
     return jnp.concatenate(parts, 2)
 
 
-def of_heads(parts: list[jax.Array], heads: HeadParts, bias: jax.Array) -> jax.Array:
-    """The gradient from those that parts of the heads give, summed where all share a number."""
+def of_heads(parts: list[jax.Array], heads: HeadGroups, bias: jax.Array) -> jax.Array:
+    """The gradient from those of parts of the heads, summed over broadcast axes."""
     if parts[0].shape[1] == bias.shape[1] == 1 and heads.heads > 1:
         whole = functools.reduce(jnp.add, parts)
     else:

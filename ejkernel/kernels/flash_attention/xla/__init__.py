@@ -1,22 +1,23 @@
 """Flash attention anywhere XLA runs: blocks in loops, memory linear in the sequence length."""
 
 import math
-from typing import Any
+from typing import TypeVar
 
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
-from ejkernel.kernels.flash_attention.xla import backward as xla_backward
-from ejkernel.kernels.flash_attention.xla import forward as xla_forward
+from ejkernel.kernels.flash_attention.xla.backward import backward
+from ejkernel.kernels.flash_attention.xla.forward import forward
 from ejkernel.ops.config import BwdParams, FwdParams
 from ejkernel.ops.implementation import ALL_FEATURES, Implementation, Pass
 from ejkernel.types import rules
 from ejkernel.types.rules import And, Band, Chunks, Everything, Or, Rule
 
 Blocks = tuple[int, int]  # queries, keys
+_Params = TypeVar("_Params", FwdParams, BwdParams)
 
 
 def run_forward(inputs: Inputs, spec: Spec, params: FwdParams | None) -> tuple[Outputs, Outputs]:
     """Outputs, which are also the residuals."""
-    outputs = xla_forward.forward(inputs, spec, *_blocks(params, heuristic_forward(inputs, spec)))
+    outputs = forward(inputs, spec, *block_sizes(params, heuristic_forward(inputs, spec)))
     return outputs, outputs
 
 
@@ -28,11 +29,11 @@ def run_backward(
     params: BwdParams | None,
 ) -> Inputs:
     """Gradients, shaped like the inputs; None where there is none."""
-    blocks = _blocks(params, heuristic_backward(inputs, spec))
-    return xla_backward.backward(inputs, residuals, d_outputs, spec, *blocks)
+    blocks = block_sizes(params, heuristic_backward(inputs, spec))
+    return backward(inputs, residuals, d_outputs, spec, *blocks)
 
 
-def _blocks(params: FwdParams | BwdParams | None, default: Blocks) -> Blocks:
+def block_sizes(params: FwdParams | BwdParams | None, default: Blocks) -> Blocks:
     """The block sizes that were asked for, the others by default."""
     if params is None:
         return default
@@ -50,7 +51,7 @@ def heuristic_forward(inputs: Inputs, spec: Spec) -> Blocks:
 
 
 def heuristic_backward(inputs: Inputs, spec: Spec) -> Blocks:
-    """Block sizes of the backward pass: what serves the forward pass serves it too."""
+    """Block sizes of the backward pass: those of the forward pass."""
     return heuristic_forward(inputs, spec)
 
 
@@ -136,7 +137,7 @@ def _balanced(length: int, target: int) -> int:
     return block if blocks == 1 else -(-block // 16) * 16
 
 
-def _params(kind: Any, blocks: Blocks) -> Any:
+def _params(kind: type[_Params], blocks: Blocks) -> _Params:
     return kind(q_blocksize=blocks[0], kv_blocksize=blocks[1])
 
 

@@ -1,25 +1,26 @@
 """Backward: one pass over blocks of keys, five matmuls a tile (https://arxiv.org/abs/2307.08691).
 
-Tiles stand transposed, keys by queries. Then four of the five matmuls take their operands as they
-are stored; the fifth gives the gradient of the queries transposed, which costs one copy at the end.
+Tiles are transposed, keys by queries. Then four of the five matmuls take their operands as they are
+stored; the fifth gives the gradient of the queries transposed, which costs one copy at the end.
 """
 
-from typing import Any
-
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from ejkernel.kernels.common.precision import matmul
+from ejkernel.kernels.common.refs import Index
 from ejkernel.kernels.common.sinks import per_sink, share_of_keys
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
-from ejkernel.kernels.flash_attention.xla.tiles import Tiles, over_blocks
+from ejkernel.kernels.flash_attention.xla.tiles import Blocks, FlashTiles, over_blocks
 
 
 def backward(
     inputs: Inputs, residuals: Outputs, d_outputs: Outputs, spec: Spec, block_q: int, block_k: int
 ) -> Inputs:
     """Gradients of a call, in blocks of these sizes."""
-    tiles = Tiles(inputs, spec, block_q, block_k, over="q")
+    tiles = FlashTiles(inputs, spec, block_q, block_k, over="q")
     dtype = jnp.promote_types(inputs.query.dtype, jnp.float32)
     query, d_out = map(tiles.source_of_queries, (inputs.query, d_outputs.out))
     key, value = tiles.pad_keys(inputs.key), tiles.pad_keys(inputs.value)
@@ -27,14 +28,14 @@ def backward(
     terms = [tiles.pad_queries(x, 2) for x in terms]
     terms = [tiles.pad_queries(lse, 2, fill=jnp.inf), *terms]
 
-    def column(index: Any, carry: tuple) -> tuple:
+    def column(index: Index, carry: tuple) -> tuple:
         u, j = divmod(index, tiles.k_blocks)
         unit = tiles.unit(u)
         keys, values = tiles.keys(key, unit, j), tiles.keys(value, unit, j)
         # Transposed before the matmul, not by it: XLA on CPUs cannot with few bfloat16 rows.
         keys_t = lax.optimization_barrier(jnp.swapaxes(keys, 1, 2))
 
-        def step(i: Any, carry: tuple) -> tuple:
+        def step(i: Blocks, carry: tuple) -> tuple:
             d_query, d_bias, d_sinks, d_keys, d_values = carry
             rows, d_rows = tiles.queries(query, unit, i), tiles.queries(d_out, unit, i)
             lse, delta, *share = (tiles.per_row(x, unit, i) for x in terms)
@@ -47,8 +48,8 @@ def backward(
             weights = used = jnp.exp(masked.reshape(flat) - lse)
             if inputs.dropout is not None:
                 kept = tiles.kept(unit, i, j, transposed=True).reshape(flat)
-                grow = 1.0 / (1.0 - spec.dropout_prob)
-                used, d_weights = (jnp.where(kept, x * grow, 0.0) for x in (used, d_weights))
+                scale = 1.0 / (1.0 - spec.dropout_prob)
+                used, d_weights = (jnp.where(kept, x * scale, 0.0) for x in (used, d_weights))
             if share:
                 used, d_weights = used * share[0], d_weights * share[0]
                 # From the weights, not from the output, whose rounding many rows would add up.
@@ -74,7 +75,7 @@ def backward(
 
     b, _, n, h = inputs.query.shape
     zeros = lambda shape: tiles.full(shape, 0.0, dtype)
-    carry = (
+    carry: tuple = (
         zeros((b, n, h, tiles.q_blocks * tiles.block_q)),
         None if tiles.bias is None else zeros(tiles.bias.shape),
         None if inputs.sinks is None else zeros((n,)),
@@ -89,19 +90,21 @@ def backward(
         query=_like(d_query, inputs.query),
         key=_like(d_key, inputs.key),
         value=_like(d_value, inputs.value),
-        bias=_like(d_bias, inputs.bias),
+        bias=None if inputs.bias is None else _like(d_bias, inputs.bias),
         sinks=None if inputs.sinks is None else per_sink(d_sinks, inputs.sinks),
         mask=None,
     )
 
 
-def _like(gradient: Any, x: Any) -> Any:
+def _like(gradient: jax.Array, x: jax.Array) -> jax.Array:
     """A gradient without its padding, in the dtype of its input."""
-    return None if gradient is None else gradient[tuple(map(slice, x.shape))].astype(x.dtype)
+    return gradient[tuple(map(slice, x.shape))].astype(x.dtype)
 
 
-def _row_terms(inputs: Inputs, residuals: Outputs, d_outputs: Outputs, dtype: Any):
-    """What the logits of a row share: lse, delta and, with sinks, w, each [b, n, t].
+def _row_terms(
+    inputs: Inputs, residuals: Outputs, d_outputs: Outputs, dtype: DTypeLike
+) -> list[jax.Array]:
+    """The terms of each row: lse, delta and, with sinks, w, each [b, n, t].
 
     With w the share of a row's weights that the sinks leave to the keys (1 without sinks),
     d_logits = exp(logits - lse) * (w * d_weights - delta).

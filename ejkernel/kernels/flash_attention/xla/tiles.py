@@ -1,62 +1,59 @@
-"""How a call is cut into tiles, and what the mask, the bias and dropout are in one tile.
+"""The tiles of a call in XLA, and the mask, the bias and dropout of one tile.
 
 A tile is a block of queries against a block of keys, for some batch rows and heads at once: a unit.
-The query heads that share a key head stand below each other as rows of one matrix, so that keys are
-never repeated.
+The query heads of a key head are rows of one matrix, so that keys are never repeated (GQA).
 
     query tile   [lanes, group * tile_q, dim]      lanes = rows * heads
     key tile     [lanes, tile_k, dim]
     logits       [rows, heads, group, tile_q, tile_k]; transposed, tile_k comes before group
 
-Tiles are cut from the arrays as they come, inside the loops: rearranging a whole array costs more
-than all its tiles, most of it for fresh memory. Not so where blocks are small and listed one by
-one: there several blocks of a list stand side by side in one tile, which is then about as fast as
-one large block, and what they are cut from is stored head by head.
+Tiles are sliced from the given arrays inside the loops: transposing a whole array costs more than
+all its tiles, most of it for fresh memory. Where blocks are small and listed one by one, several
+blocks of the list are gathered into one tile, which is then about as fast as one large block, and
+the arrays they are sliced from are stored head by head.
 """
 
 import itertools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike, DTypeLike
 
+from ejkernel.kernels.common import carry as carries
 from ejkernel.kernels.common import dropout
+from ejkernel.kernels.common.integers import largest_divisor
+from ejkernel.kernels.common.refs import Index
 from ejkernel.kernels.flash_attention.inputs import Inputs, Spec
-from ejkernel.kernels.flash_attention.xla.blocks import (
-    add,
-    add_blocks,
-    blocks_of,
-    cut,
-    first_time,
-    joined,
-    pad,
-    positions,
-    update,
-)
 from ejkernel.types.block_map import FULL, BlockList, block_map
 from ejkernel.types.rules import Everything
 
 # Logits in one tile: more leaves the cache of a CPU, and costs memory without gaining speed.
 _LARGEST_TILE = 1 << 21
-# Blocks of a list are put together up to this many queries or keys, and up to this many blocks.
+# Blocks of a list are gathered up to this many queries or keys, and up to this many blocks.
 _GATHERED, _MOST_GATHERED = 256, 8
+
+# A block of queries or keys, or several that are gathered into one tile.
+Blocks = Index | tuple[Index, ...]
+Place = tuple[Index, ...]
+Carry = TypeVar("Carry")
 
 
 class Unit(NamedTuple):
-    """Where a unit begins: its first batch row, its first query head, its first key head."""
+    """The first batch row, the first query head and the first key head of a unit."""
 
-    row: Any
-    head: Any
-    key: Any
+    row: Index
+    head: Index
+    key: Index
 
 
-class Tiles:
-    """The tiles of one call: their geometry (static), which to visit, and what stands in them.
+class FlashTiles:
+    """The tiles of one call: their sizes, which to visit, and their operands.
 
-    Which block of queries `i` and of keys `j` a method is asked for is a number, or several in a
-    tuple: those that a step of a loop gathers into one tile.
+    `i` is a block of queries and `j` a block of keys, or a tuple of blocks that a step of a loop
+    gathers into one tile.
     """
 
     def __init__(
@@ -82,29 +79,27 @@ class Tiles:
         apart = rule.heads > 1
         self.group, heads = (1, 1) if apart else (self.q_heads // kv_heads, kv_heads)
         area = self.group * self.tile_q * self.tile_k
-        self.heads = _largest_divisor(heads, _LARGEST_TILE // area)
+        self.heads = largest_divisor(heads, _LARGEST_TILE // area)
         together = not (apart or rule.batched) and self.heads == kv_heads
-        self.rows = _largest_divisor(batch, _LARGEST_TILE // (area * heads)) if together else 1
+        self.rows = largest_divisor(batch, _LARGEST_TILE // (area * heads)) if together else 1
         self.units = batch * self.q_heads // (self.rows * self.heads * self.group)
         self.units_per_key = self.q_heads // kv_heads // self.group
         self.ragged = self.kv_len % self.block_k != 0
-        # Varies over every mesh axis that some input varies over, inside shard_map; holds no data.
-        leaves = jax.tree.leaves(inputs)
-        self._anchor = sum(lax.full_like(x, 0, shape=(), dtype=jnp.int32) for x in leaves)
+        self._anchor = carries.anchor(inputs)
         self.bias = inputs.bias
         if self.bias is not None:
             for axis, pad in ((2, self.pad_queries), (3, self.pad_keys)):
                 self.bias = self.bias if self.bias.shape[axis] == 1 else pad(self.bias, axis)
 
-    def unit(self, index: Any) -> Unit:
-        """Where the unit of this index begins."""
+    def unit(self, index: Index) -> Unit:
+        """The unit of this index."""
         row, head = divmod(index, self.q_heads // (self.heads * self.group))
         key = head * self.heads // self.units_per_key
         return Unit(row * self.rows, head * self.heads * self.group, key)
 
-    def full(self, shape: tuple[int, ...], value: Any, dtype: Any) -> jax.Array:
+    def full(self, shape: tuple[int, ...], value: ArrayLike, dtype: DTypeLike) -> jax.Array:
         """A constant that loops over tiles can carry."""
-        return lax.full_like(self._anchor, value, shape=shape, dtype=dtype)
+        return carries.full(self._anchor, shape, value, dtype)
 
     def pad_queries(self, x: jax.Array, axis: int = 1, fill: float = 0.0) -> jax.Array:
         """`x` with a whole number of query blocks along `axis`."""
@@ -124,51 +119,57 @@ class Tiles:
         x = self.pad_keys(x)
         return jnp.swapaxes(x, 1, 2) if self.tile_k > self.block_k else x
 
-    def queries(self, x: jax.Array, unit: Unit, i: Any) -> jax.Array:
+    def queries(self, x: jax.Array, unit: Unit, i: Blocks) -> jax.Array:
         """The query tile [lanes, group * tile_q, d] of [b, t, n, d]."""
         return self._cut(x, unit.row, i, self.block_q, unit.head, self.group)
 
-    def keys(self, x: jax.Array, unit: Unit, j: Any) -> jax.Array:
+    def keys(self, x: jax.Array, unit: Unit, j: Blocks) -> jax.Array:
         """The key tile [lanes, tile_k, d] of [b, s, k, d]."""
         return self._cut(x, unit.row, j, self.block_k, unit.key, 1)
 
-    def per_row(self, x: jax.Array, unit: Unit, i: Any) -> jax.Array:
+    def per_row(self, x: jax.Array, unit: Unit, i: Blocks) -> jax.Array:
         """The part of [b, n, t], a number for each row of logits, in a tile: [lanes, 1, rows]."""
         size = (self.rows, self.heads * self.group, self.block_q)
         parts = [cut(x, (unit.row, unit.head, at * self.block_q), size) for at in blocks_of(i)]
         return joined(parts, 2).reshape(self.rows * self.heads, 1, -1)
 
-    def put_queries(self, x: jax.Array, tile: jax.Array, unit: Unit, i: Any) -> jax.Array:
+    def put_queries(self, x: jax.Array, tile: jax.Array, unit: Unit, i: Index) -> jax.Array:
         """`x`, [b, t, n, d], with a query tile of a single block written to its place."""
         tile = tile.reshape(self.rows, self.heads, self.group, self.block_q, -1)
         tile = tile.transpose(0, 3, 1, 2, 4).reshape(self.rows, self.block_q, -1, x.shape[-1])
         return update(x, tile, (unit.row, i * self.block_q, unit.head, 0))
 
-    def add_queries_t(self, x: jax.Array, tile: jax.Array, unit: Unit, i: Any) -> jax.Array:
+    def add_queries_t(self, x: jax.Array, tile: jax.Array, unit: Unit, i: Blocks) -> jax.Array:
         """`x`, [b, n, d, t], with a transposed query tile [lanes, d, group * tile_q] added."""
         tile = tile.reshape(self.rows, self.heads, -1, self.group, self.tile_q)
         tile = tile.transpose(0, 1, 3, 2, 4).reshape(self.rows, -1, x.shape[2], self.tile_q)
         return add_blocks(x, tile, 3, i, lambda at: (unit.row, unit.head, 0, at * self.block_q))
 
-    def add_keys(self, x: jax.Array, tile: jax.Array, unit: Unit, j: Any) -> jax.Array:
+    def add_keys(self, x: jax.Array, tile: jax.Array, unit: Unit, j: Index) -> jax.Array:
         """`x`, [b, s, k, d], with a key tile added; written, where only one unit has it."""
         tile = tile.reshape(self.rows, self.heads, self.block_k, -1).transpose(0, 2, 1, 3)
         start = (unit.row, j * self.block_k, unit.key, 0)
         return update(x, tile, start) if self.units_per_key == 1 else add(x, tile, start)
 
-    def over_keys(self, unit: Unit, i: Any, step: Callable[[Any, Any], Any], carry: Any) -> Any:
+    def over_keys(
+        self, unit: Unit, i: Index, step: Callable[[Blocks, Carry], Carry], carry: Carry
+    ) -> Carry:
         """`carry = step(j, carry)` until every key block that query block i may see was in a j."""
         blocks = None if self.map is None else self.map.rows
         gathered = self.tile_k // self.block_k
-        return _walk(blocks, self.k_blocks, gathered, unit, i, step, carry)
+        return _over_listed_blocks(blocks, self.k_blocks, gathered, unit, i, step, carry)
 
-    def over_queries(self, unit: Unit, j: Any, step: Callable[[Any, Any], Any], carry: Any) -> Any:
+    def over_queries(
+        self, unit: Unit, j: Index, step: Callable[[Blocks, Carry], Carry], carry: Carry
+    ) -> Carry:
         """`carry = step(i, carry)` until every query block that may see key block j was in an i."""
         blocks = None if self.map is None else self.map.columns
         gathered = self.tile_q // self.block_q
-        return _walk(blocks, self.q_blocks, gathered, unit, j, step, carry)
+        return _over_listed_blocks(blocks, self.q_blocks, gathered, unit, j, step, carry)
 
-    def logits(self, products: jax.Array, unit: Unit, i: Any, j: Any, transposed: bool = False):
+    def logits(
+        self, products: jax.Array, unit: Unit, i: Blocks, j: Blocks, transposed: bool = False
+    ):
         """Scaled, biased and capped logits of a tile, from the products of queries and keys."""
         rows = (self.group, self.tile_q)
         shape = (self.tile_k, *rows) if transposed else (*rows, self.tile_k)
@@ -182,7 +183,9 @@ class Tiles:
             logits = cap * jnp.tanh(logits / cap)
         return logits
 
-    def add_to_bias(self, total: jax.Array, tile: jax.Array, unit: Unit, i: Any, j: Any):
+    def add_to_bias(
+        self, total: jax.Array, tile: jax.Array, unit: Unit, i: Blocks, j: Index
+    ) -> jax.Array:
         """`total` with a transposed tile of gradients added, summed over the broadcast axes."""
         b, n, t, s = self._bias_sizes
         over = tuple(axis for axis, size in enumerate((b, n, s, n, t)) if size == 1)
@@ -196,7 +199,9 @@ class Tiles:
         tile = rows.reshape(self.rows, self.heads, self.group, self.tile_q)
         return add(total, tile.sum((0, 3)).reshape(-1), (unit.head,))
 
-    def visible(self, unit: Unit, i: Any, j: Any, transposed: bool = False) -> jax.Array | None:
+    def visible(
+        self, unit: Unit, i: Blocks, j: Blocks, transposed: bool = False
+    ) -> jax.Array | None:
         """Which logits of a tile are visible, for its last axes; None when all of them are."""
         if isinstance(self.rule, Everything) and not self.ragged:
             return None
@@ -232,7 +237,7 @@ class Tiles:
         tile = (self.tile_q, self.tile_k)
         return mask.reshape((tile[1], 1, tile[0]) if transposed else tile)
 
-    def kept(self, unit: Unit, i: Any, j: Any, transposed: bool = False) -> jax.Array:
+    def kept(self, unit: Unit, i: Blocks, j: Blocks, transposed: bool = False) -> jax.Array:
         """Which logits of a tile survive dropout."""
         seed, batch, head = self.dropout  # type: ignore[misc]
         indices = (
@@ -251,7 +256,9 @@ class Tiles:
         x = jnp.broadcast_to(x, (self.rows, self.heads, self.group, self.block_q))
         return x.reshape(self.rows * self.heads, -1)
 
-    def _cut(self, x: jax.Array, row: Any, blocks: Any, size: int, head: Any, group: int):
+    def _cut(
+        self, x: jax.Array, row: Index, blocks: Blocks, size: int, head: Index, group: int
+    ) -> jax.Array:
         d = x.shape[-1]
         if isinstance(blocks, tuple):
             sizes = (self.rows, self.heads * group, size, d)
@@ -264,12 +271,12 @@ class Tiles:
         part = lax.optimization_barrier(part).reshape(self.rows, -1, self.heads, group, d)
         return part.transpose(0, 2, 3, 1, 4).reshape(self.rows * self.heads, -1, d)
 
-    def _bias_tile(self, unit: Unit, i: Any, j: Any) -> jax.Array:
+    def _bias_tile(self, unit: Unit, i: Blocks, j: Blocks) -> jax.Array:
         part = lambda a, b: cut(self.bias, self._bias_start(unit, a, b), self._bias_sizes)
         rows, columns = self._bias_blocks(2, i), self._bias_blocks(3, j)
         return joined([joined([part(a, b) for b in columns], 3) for a in rows], 2)
 
-    def _bias_blocks(self, axis: int, blocks: Any) -> tuple:
+    def _bias_blocks(self, axis: int, blocks: Blocks) -> Place:
         """The blocks of the bias that a tile takes along an axis: a broadcast axis has one."""
         shape = self.bias.shape  # type: ignore[union-attr]
         return (0,) if shape[axis] == 1 else blocks_of(blocks)
@@ -280,13 +287,69 @@ class Tiles:
         shape = self.bias.shape  # type: ignore[union-attr]
         return tuple(1 if size == 1 else part for size, part in zip(shape, tile, strict=True))
 
-    def _bias_start(self, unit: Unit, i: Any, j: Any) -> tuple:
+    def _bias_start(self, unit: Unit, i: Index, j: Index) -> Place:
         start = (unit.row, unit.head, i * self.block_q, j * self.block_k)
         shape = self.bias.shape  # type: ignore[union-attr]
         return tuple(0 if size == 1 else at for size, at in zip(shape, start, strict=True))
 
 
-def over_blocks(step: Callable[[Any, Any], Any], carry: Any, count: int) -> Any:
+def blocks_of(blocks: Blocks) -> Place:
+    """The blocks of a tile along one axis."""
+    return blocks if isinstance(blocks, tuple) else (blocks,)
+
+
+def first_time(blocks: Place, size: int) -> jax.Array:
+    """The queries or keys that do not repeat: after its end a list repeats its last block."""
+    places = jnp.stack([jnp.int32(-1), *blocks])
+    return jnp.repeat(places[1:] != places[:-1], size)
+
+
+def positions(blocks: Blocks, size: int) -> jax.Array:
+    """The positions of the queries or keys of a tile in their sequence."""
+    return joined([at * size + jnp.arange(size, dtype=jnp.int32) for at in blocks_of(blocks)], 0)
+
+
+def joined(parts: list[jax.Array], axis: int) -> jax.Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)
+
+
+def add_blocks(
+    x: jax.Array, tile: jax.Array, axis: int, blocks: Blocks, start: Callable[[Index], Place]
+) -> jax.Array:
+    """`x` with the blocks of a tile along `axis` added, each at `start(block)`."""
+    if not isinstance(blocks, tuple):
+        return add(x, tile, start(blocks))
+    size, places = tile.shape[axis] // len(blocks), jnp.stack(blocks)
+
+    # A loop, because a chain of updates is not always done in place.
+    def one(n: Index, x: jax.Array) -> jax.Array:
+        part = lax.dynamic_slice_in_dim(tile, n * size, size, axis)
+        return add(x, part, start(places[n]))
+
+    return lax.fori_loop(jnp.int32(0), jnp.int32(len(blocks)), one, x)
+
+
+def pad(x: jax.Array, axis: int, length: int, fill: float) -> jax.Array:
+    if x.shape[axis] == length:
+        return x
+    padding = [(0, 0)] * x.ndim
+    padding[axis] = (0, length - x.shape[axis])
+    return jnp.pad(x, padding, constant_values=fill)
+
+
+def cut(x: ArrayLike | None, start: Place, sizes: tuple[int, ...]) -> jax.Array:
+    return lax.dynamic_slice(jnp.asarray(x), [jnp.int32(at) for at in start], sizes)
+
+
+def update(x: jax.Array, part: jax.Array, start: Place) -> jax.Array:
+    return lax.dynamic_update_slice(x, part, [jnp.int32(at) for at in start])
+
+
+def add(x: jax.Array, part: jax.Array, start: Place) -> jax.Array:
+    return update(x, part + cut(x, start, part.shape), start)
+
+
+def over_blocks(step: Callable[[Index, Carry], Carry], carry: Carry, count: int) -> Carry:
     """`carry = step(block, carry)` for 0 to `count`: no loop where there is only one."""
     if count == 1:
         return step(0, carry)
@@ -300,13 +363,19 @@ def _gathered(blocks: BlockList | None, size: int) -> int:
     return min(blocks.index.shape[-1], max(1, _GATHERED // size), _MOST_GATHERED)
 
 
-def _walk(
-    blocks: BlockList | None, all_blocks: int, gathered: int, unit: Unit, line: Any, step, carry
-) -> Any:
-    """`step` over the blocks listed for `line`, or over all; `gathered` of them at a time."""
+def _over_listed_blocks(
+    blocks: BlockList | None,
+    all_blocks: int,
+    gathered: int,
+    unit: Unit,
+    block: Index,
+    step: Callable[[Blocks, Carry], Carry],
+    carry: Carry,
+) -> Carry:
+    """`step` over the blocks listed for a block, or over all; `gathered` of them at a time."""
     if blocks is None:
         return over_blocks(step, carry, all_blocks)
-    at = lambda place: blocks.at(unit.row, unit.head, line, place)
+    at = lambda place: blocks.at(unit.row, unit.head, block, place)
     if gathered == 1:
         body = lambda s, carry: step(at(s), carry)
     else:
@@ -314,12 +383,12 @@ def _walk(
         body = lambda s, carry: step(
             tuple(at(jnp.minimum(s * gathered + n, last)) for n in range(gathered)), carry
         )
-    count = -(-_pick(blocks.count, unit)[line] // gathered)
+    count = -(-_pick(blocks.count, unit)[block] // gathered)
     return lax.fori_loop(jnp.int32(0), count, body, carry)
 
 
 def _pick(blocks: jax.Array, unit: Unit) -> jax.Array:
-    """The entry of a batch row and head; an axis of size 1 serves all."""
+    """The entry of a batch row and head; an axis of size 1 is that of all."""
     row, head, *_ = (at if size > 1 else 0 for at, size in zip(unit, blocks.shape, strict=False))
     return blocks[row, head]
 
@@ -327,7 +396,3 @@ def _pick(blocks: jax.Array, unit: Unit) -> jax.Array:
 def _orient(tile: jax.Array, transposed: bool) -> jax.Array:
     """[rows, heads, group, block_q, block_k], or [rows, heads, block_k, group, block_q]."""
     return jnp.moveaxis(tile, -1, 2) if transposed else tile
-
-
-def _largest_divisor(number: int, most: int) -> int:
-    return next(d for d in range(max(1, min(number, most)), 0, -1) if number % d == 0)

@@ -1,25 +1,29 @@
-"""Gated linear attention on TPUs, in Pallas: what it takes, and chunks that fit into VMEM.
+"""Gated linear attention on TPUs, in Pallas: dispatch, support, chunks that fit into VMEM.
 
-`block_q` tokens are a chunk; a step works on a chunk of `block_k` key heads.
+A chunk has `block_q` tokens. A step computes a chunk of `block_k` key heads.
 """
 
 import itertools
 
 import jax.numpy as jnp
 
-from ejkernel.kernels.common.mosaic_tpu.memory import MEBIBYTE, core_of, vmem_bytes
+from ejkernel.kernels.common.integers import largest_divisor, next_power_of_two
+from ejkernel.kernels.common.mosaic_tpu.memory import VMEM_SHARE, core_of, vmem_bytes, vmem_limit
 from ejkernel.kernels.gla_attention.config import GLAttentionConfig
 from ejkernel.kernels.gla_attention.inputs import Inputs, Outputs, Spec, sequences
-from ejkernel.kernels.gla_attention.pallas_tpu import kernels as pallas_tpu_kernels
-from ejkernel.kernels.gla_attention.pallas_tpu.call import Size, columnwise, together
-from ejkernel.kernels.gla_attention.pallas_tpu.recurrence import levels_of
+from ejkernel.kernels.gla_attention.pallas_tpu import kernels
+from ejkernel.kernels.gla_attention.pallas_tpu.chunk_recurrence import levels_of
+from ejkernel.kernels.gla_attention.pallas_tpu.kernels import (
+    GlaStepSize,
+    has_column_decays,
+    interleaved_heads,
+)
 from ejkernel.kernels.gla_attention.xla import Residuals
 from ejkernel.ops.implementation import Implementation, Pass
 from ejkernel.ops.platform import Device
 
-_LEAST, _MOST = 16, 256  # tokens of a chunk: rows that fill a register of bfloat16; tables that fit
+_LEAST, _MOST = 16, 256  # tokens of a chunk: a register of bfloat16 rows; tables that fit
 _HEADS = 4  # key heads of a step: enough to make its start cheap
-_SHARE = 0.6  # of VMEM; the compiler needs some for itself
 
 
 def run_forward(
@@ -27,8 +31,8 @@ def run_forward(
 ) -> tuple[Outputs, Residuals]:
     """Output of every token, state after every sequence."""
     size = _size(inputs, params or heuristic_forward(inputs, spec, None))
-    vmem = _limit(vmem_of_step(inputs, size))
-    return pallas_tpu_kernels.forward(inputs, spec, size, vmem), Residuals()
+    vmem = vmem_limit(vmem_of_step(inputs, size))
+    return kernels.forward(inputs, spec, size, vmem), Residuals()
 
 
 def run_backward(
@@ -40,8 +44,8 @@ def run_backward(
 ) -> Inputs:
     """Gradients, shaped like the inputs; None where there is none."""
     size = _size(inputs, params or heuristic_backward(inputs, spec, None))
-    vmem = _limit(vmem_of_step(inputs, size, backward=True))
-    return pallas_tpu_kernels.backward(inputs, d_outputs, spec, size, vmem)
+    vmem = vmem_limit(vmem_of_step(inputs, size, backward=True))
+    return kernels.backward(inputs, d_outputs, spec, size, vmem)
 
 
 def heuristic_forward(inputs: Inputs, spec: Spec, device: Device | None) -> GLAttentionConfig:
@@ -55,43 +59,34 @@ def heuristic_backward(inputs: Inputs, spec: Spec, device: Device | None) -> GLA
 
 
 def _heuristic(inputs: Inputs, device: Device | None, backward: bool) -> GLAttentionConfig:
-    size = _fitting(inputs, device, backward) or Size(_LEAST, 1)
+    size = _fitting(inputs, device, backward) or GlaStepSize(_LEAST, 1)
     return GLAttentionConfig(block_q=size.chunk, block_k=size.heads)
 
 
-def _fitting(inputs: Inputs, device: Device | None, backward: bool) -> Size | None:
-    """Heads are given up before tokens, which the matmuls need more."""
-    longest = 64 if columnwise(inputs) else 128
+def _fitting(inputs: Inputs, device: Device | None, backward: bool) -> GlaStepSize | None:
+    """The largest step that fits: fewer heads first, then fewer tokens, which matmuls need more."""
+    longest = 64 if has_column_decays(inputs) else 128
     chunks = [c for c in (256, 128, 64, 32, 16) if c <= longest]
     for chunk, heads in itertools.product(chunks, (_HEADS, 2, 1)):
         size = _clipped(inputs, chunk, heads)
-        if vmem_of_step(inputs, size, backward) <= _SHARE * core_of(device).vmem:
+        if vmem_of_step(inputs, size, backward) <= VMEM_SHARE * core_of(device).vmem:
             return size
     return None
 
 
-def _size(inputs: Inputs, params: GLAttentionConfig) -> Size:
+def _size(inputs: Inputs, params: GLAttentionConfig) -> GlaStepSize:
     return _clipped(inputs, params.block_q, min(params.block_k, 2 * _HEADS))
 
 
-def _clipped(inputs: Inputs, chunk: int, heads: int) -> Size:
+def _clipped(inputs: Inputs, chunk: int, heads: int) -> GlaStepSize:
     """A power of two of tokens, no more than a sequence has on average, and a divisor of heads."""
     average = -(-inputs.key.shape[1] // sequences(inputs))
-    chunk = min(chunk, _MOST, 1 << max(average - 1, 0).bit_length())
-    count = inputs.key.shape[2]
-    return Size(
-        max(chunk, _LEAST),
-        next(n for n in range(min(count, heads), 0, -1) if count % n == 0),
-    )
+    chunk = min(chunk, _MOST, next_power_of_two(average))
+    return GlaStepSize(max(chunk, _LEAST), largest_divisor(inputs.key.shape[2], heads))
 
 
-def _limit(estimate: int) -> int:
-    """What to ask the compiler for: it needs some for itself."""
-    return max(16 * MEBIBYTE, int(estimate / _SHARE * 0.9))
-
-
-def vmem_of_step(inputs: Inputs, size: Size, backward: bool = False) -> int:
-    """Blocks, each held twice, the state, and what the work on a head leaves lying about."""
+def vmem_of_step(inputs: Inputs, size: GlaStepSize, backward: bool = False) -> int:
+    """VMEM of a step: double-buffered blocks, the state, and the temporaries of a head."""
     group = inputs.query.shape[2] // inputs.key.shape[2]
     width, columns, dtype = inputs.key.shape[3], inputs.value.shape[3], inputs.query.dtype
     chunk, float32 = size.chunk, jnp.float32
@@ -112,17 +107,17 @@ def vmem_of_step(inputs: Inputs, size: Size, backward: bool = False) -> int:
     if backward:
         blocks, work = 2 * blocks + state, 2 * work
     work += arrays * tokens(float32, group, max(width, columns, chunk))
-    work *= together(inputs, size.heads)
+    work *= interleaved_heads(inputs, size.heads)
     return 2 * (size.heads * blocks + tables) + size.heads * state + work
 
 
 def why_not_forward(inputs: Inputs, spec: Spec, device: Device) -> str | None:
-    """What the forward kernel does not compute."""
+    """Why the forward kernel does not support a call."""
     return _why_not(inputs, device, backward=False)
 
 
 def why_not_backward(inputs: Inputs, spec: Spec, device: Device) -> str | None:
-    """What the backward kernels do not compute."""
+    """Why the backward kernels do not support a call."""
     return _why_not(inputs, device, backward=True)
 
 
@@ -135,12 +130,12 @@ def _why_not(inputs: Inputs, device: Device, backward: bool) -> str | None:
         return f"needs decays and states of float32 or bfloat16, got {', '.join(sorted(others))}"
     size = _fitting(inputs, device, backward)
     if size is None:
-        return "has no room in VMEM for heads so large or so many on a key head"
+        return "heads so large, or so many of a key head, do not fit into VMEM"
     if inputs.cu_seqlens is not None:
         batch, tokens, *_ = inputs.key.shape
         chunks = batch * -(-(tokens + sequences(inputs) * (size.chunk - 1)) // size.chunk)
-        if 4 * chunks > _SHARE * core_of(device).smem:
-            return "has no room in scalar memory for a list of so many chunks"
+        if 4 * chunks > VMEM_SHARE * core_of(device).smem:
+            return "the list of this many chunks does not fit into scalar memory"
     return None
 
 
@@ -150,7 +145,7 @@ def _candidates(inputs: Inputs, spec: Spec, device: Device) -> list[GLAttentionC
         _clipped(inputs, chunk, heads)
         for chunk, heads in itertools.product((32, 64, 128, 256), (2, 4, 8))
     )
-    budget = _SHARE * core_of(device).vmem
+    budget = VMEM_SHARE * core_of(device).vmem
     return [
         GLAttentionConfig(block_q=x.chunk, block_k=x.heads)
         for x in sizes

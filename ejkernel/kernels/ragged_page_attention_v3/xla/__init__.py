@@ -1,56 +1,58 @@
 """Attention over pages anywhere XLA runs: online softmax over the pages that are in use."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.scipy.special import logsumexp
 
 from ejkernel.kernels.common.precision import matmul
+from ejkernel.kernels.ragged_page_attention_v3.config import PagedConfig
 from ejkernel.kernels.ragged_page_attention_v3.inputs import Inputs, Outputs, Spec
-from ejkernel.kernels.ragged_page_attention_v3.xla.backward import backward
-from ejkernel.kernels.ragged_page_attention_v3.xla.tiles import Block, Tile, Tiles
+from ejkernel.kernels.ragged_page_attention_v3.xla.backward import run_backward
+from ejkernel.kernels.ragged_page_attention_v3.xla.tiles import PageBlock, PagedTiles, QueryTile
 from ejkernel.ops.implementation import ALL_FEATURES, Implementation, Pass
+from ejkernel.ops.platform import Device
 
 
-def run_forward(inputs: Inputs, spec: Spec, params: Any) -> tuple[Outputs, Outputs]:
+def run_forward(inputs: Inputs, spec: Spec, params: PagedConfig) -> tuple[Outputs, Outputs]:
     """Outputs, which are also the residuals."""
-    tiles = Tiles(inputs, spec, params.queries_per_block, params.pages_per_block)
+    tiles = PagedTiles(inputs, spec, params.queries_per_block, params.pages_per_block)
     dtype = tiles.dtype
     b, t, heads, _ = inputs.query.shape
     query = inputs.query.reshape(b * t, heads, -1).astype(tiles.operands)
     value_dim = tiles.caches[1].shape[-1]
     sinks = None if inputs.sinks is None else logsumexp(inputs.sinks.astype(dtype), axis=-1)
 
-    def attend(tile: Tile, size: int, carry: tuple) -> tuple:
+    def attend(tile: QueryTile, size: int, carry: tuple) -> tuple:
         rows = tiles.rows_of(query, tile, size)
 
-        def step(block: Block, carry: tuple) -> tuple:
-            total, peak, mass = carry
+        def step(block: PageBlock, carry: tuple) -> tuple:
+            acc, row_max, row_sum = carry
             logits = tiles.logits(matmul("krh,ksh->krs", rows, tiles.keys(block), dtype), size)
             logits = jnp.where(tiles.visible(tile, block), logits, -jnp.inf)
             logits = logits.reshape(*rows.shape[:2], -1)
-            new_peak = jnp.maximum(peak, logits.max(-1))
-            weights = jnp.exp(logits - new_peak[..., None])
-            shrink = jnp.exp(peak - new_peak)
-            mass = mass * shrink + weights.sum(-1)
+            new_max = jnp.maximum(row_max, logits.max(-1))
+            weights = jnp.exp(logits - new_max[..., None])
+            alpha = jnp.exp(row_max - new_max)
+            row_sum = row_sum * alpha + weights.sum(-1)
             values = tiles.used_values(block)
             products = matmul("krs,ksv->krv", weights.astype(values.dtype), values, dtype)
-            return total * shrink[..., None] + products, new_peak, mass
+            return acc * alpha[..., None] + products, new_max, row_sum
 
-        # The peak starts at the least finite number: -inf less than that is still -inf, not NaN.
+        # The maximum starts at the least finite number: -inf minus that is still -inf, not NaN.
         start = (
             tiles.full((*rows.shape[:2], value_dim), 0.0),
             tiles.full(rows.shape[:2], jnp.finfo(dtype).min),
             tiles.full(rows.shape[:2], 0.0),
         )
-        total, peak, mass = tiles.over_blocks(tile, step, start)
-        seen = mass > 0
-        whole = mass if sinks is None else mass + jnp.exp(_per_row(sinks, tiles, size) - peak)
-        result = total / jnp.where(seen, whole, 1.0)[..., None]
+        acc, row_max, row_sum = tiles.over_blocks(tile, step, start)
+        seen = row_sum > 0
+        divisor = row_sum
+        if sinks is not None:
+            divisor = row_sum + jnp.exp(_per_row(sinks, tiles, size) - row_max)
+        result = acc / jnp.where(seen, divisor, 1.0)[..., None]
         if inputs.v_scale is not None:
             result *= inputs.v_scale.astype(dtype)[:, None, None]
-        lse = jnp.where(seen, peak + jnp.log(jnp.where(seen, mass, 1.0)), -jnp.inf)
+        lse = jnp.where(seen, row_max + jnp.log(jnp.where(seen, row_sum, 1.0)), -jnp.inf)
         out, all_lse = carry
         return (
             tiles.put_rows(out, tile, size, result),
@@ -66,17 +68,17 @@ def run_forward(inputs: Inputs, spec: Spec, params: Any) -> tuple[Outputs, Outpu
     return outputs, outputs
 
 
-def _per_row(x: jax.Array, tiles: Tiles, size: int) -> jax.Array:
+def _per_row(x: jax.Array, tiles: PagedTiles, size: int) -> jax.Array:
     """[1 or n], a number for each head -> one for each row of a tile, [k, size * group]."""
     x = jnp.broadcast_to(x, (tiles.heads,)).reshape(tiles.kv_heads, 1, tiles.group)
     return jnp.broadcast_to(x, (tiles.kv_heads, size, tiles.group)).reshape(tiles.kv_heads, -1)
 
 
-def _heuristic(inputs: Inputs, spec: Spec, device: Any) -> Any:
+def _heuristic(inputs: Inputs, spec: Spec, device: Device) -> PagedConfig:
     return spec.config()
 
 
 IMPLEMENTATION = Implementation(
     forward=Pass(run=run_forward, features=ALL_FEATURES, heuristic=_heuristic),
-    backward=Pass(run=backward, features=ALL_FEATURES, heuristic=_heuristic),
+    backward=Pass(run=run_backward, features=ALL_FEATURES, heuristic=_heuristic),
 )

@@ -1,30 +1,32 @@
-"""Backward: two walks over the pages like the forward one, logits recomputed in each.
+"""Backward: two passes over the pages like the forward one, logits recomputed in each.
 
-One gathers what the queries, the sinks and the scales get, the other adds to the pages where they
-lie. Who does not ask for gradients of the cache does not pay for them, neither in time nor in
-memory: the second walk is then dead code.
+The first computes the gradients of the queries, the sinks and the scales. The second adds to the
+gradients of the pages, in place. It is dead code where no gradients of the cache are used, and then
+costs neither time nor memory.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from ejkernel.kernels.common.paged import add_pages
 from ejkernel.kernels.common.precision import matmul
 from ejkernel.kernels.common.sinks import per_sink, share_of_keys
+from ejkernel.kernels.ragged_page_attention_v3.config import PagedConfig
 from ejkernel.kernels.ragged_page_attention_v3.inputs import Inputs, Outputs, Spec
-from ejkernel.kernels.ragged_page_attention_v3.xla.tiles import Block, Tile, Tiles
+from ejkernel.kernels.ragged_page_attention_v3.xla.tiles import PageBlock, PagedTiles, QueryTile
 
 
-def backward(
-    inputs: Inputs, residuals: Outputs, d_outputs: Outputs, spec: Spec, params: Any
+def run_backward(
+    inputs: Inputs, residuals: Outputs, d_outputs: Outputs, spec: Spec, params: PagedConfig
 ) -> Inputs:
     """Gradients, shaped like the inputs; integer caches have none."""
-    tiles = Tiles(inputs, spec, params.queries_per_block, params.pages_per_block)
-    again = _Again(tiles, residuals, d_outputs)
-    d_query, d_k_scale, d_v_scale, d_sinks = _of_queries(tiles, again)
-    d_caches = _of_pages(tiles, again)
+    tiles = PagedTiles(inputs, spec, params.queries_per_block, params.pages_per_block)
+    recomputed = _Recomputation(tiles, residuals, d_outputs)
+    d_query, d_k_scale, d_v_scale, d_sinks = _of_queries(tiles, recomputed)
+    d_caches = _of_pages(tiles, recomputed)
     gradients = inputs._replace(
         query=d_query.reshape(inputs.query.shape),
         key_pages=d_caches[0] if d_caches else None,
@@ -56,18 +58,18 @@ class _Rows(NamedTuple):
 
 
 class _Weights(NamedTuple):
-    """What rows and a block have between them, [k, size * group, block] each, and the keys."""
+    """Weights and gradients of rows and a block, [k, size * group, block] each, and the keys."""
 
     keys: jax.Array
-    weights: jax.Array  # without what the sinks take
-    d_weights: jax.Array  # of those with it, before the scale of the values
+    weights: jax.Array  # the sinks not counted
+    d_weights: jax.Array  # of the weights with the sinks counted, before the scale of the values
     d_logits: jax.Array
 
 
-class _Again:
-    """The forward pass once more, tile by tile and block by block, and its derivatives."""
+class _Recomputation:
+    """The forward pass recomputed, tile by tile and block by block, and its derivatives."""
 
-    def __init__(self, tiles: Tiles, residuals: Outputs, d_outputs: Outputs):
+    def __init__(self, tiles: PagedTiles, residuals: Outputs, d_outputs: Outputs):
         inputs, self.tiles = tiles.inputs, tiles
         flat = lambda x: x.reshape(tiles.rows, tiles.heads, -1)
         self.query, self.d_out = (
@@ -80,7 +82,7 @@ class _Again:
         if inputs.v_scale is not None:
             self.v_scale = inputs.v_scale.astype(tiles.dtype)[:, None, None]
 
-    def rows(self, tile: Tile, size: int) -> _Rows:
+    def rows(self, tile: QueryTile, size: int) -> _Rows:
         tiles = self.tiles
         query, d_out = (tiles.own_rows_of(x, tile, size) for x in (self.query, self.d_out))
         lse, *terms = self.terms
@@ -88,7 +90,7 @@ class _Again:
         delta, *share = (tiles.own_rows_of(x, tile, size) for x in terms)
         return _Rows(query, d_out, lse, delta, share[0] if share else None)
 
-    def weights(self, tile: Tile, size: int, rows: _Rows, block: Block) -> _Weights:
+    def weights(self, tile: QueryTile, size: int, rows: _Rows, block: PageBlock) -> _Weights:
         tiles, cap = self.tiles, self.tiles.spec.logits_soft_cap
         keys, values = tiles.used_keys(block), tiles.used_values(block)
         logits = tiles.logits(matmul("krh,ksh->krs", rows.query, keys, tiles.dtype), size)
@@ -104,17 +106,17 @@ class _Again:
         return _Weights(keys, weights, d_weights, d_logits.astype(tiles.operands))
 
 
-def _of_queries(tiles: Tiles, again: _Again) -> tuple:
+def _of_queries(tiles: PagedTiles, recomputed: _Recomputation) -> tuple:
     """Gradients of the queries [rows, n, h], of the scales [k] and of all sinks of a head [n]."""
-    v_scale = again.v_scale
+    v_scale = recomputed.v_scale
 
-    def attend(tile: Tile, size: int, carry: tuple) -> tuple:
+    def attend(tile: QueryTile, size: int, carry: tuple) -> tuple:
         d_query, d_k_scale, d_v_scale, d_sinks = carry
-        rows = again.rows(tile, size)
+        rows = recomputed.rows(tile, size)
 
-        def step(block: Block, carry: tuple) -> tuple:
+        def step(block: PageBlock, carry: tuple) -> tuple:
             d_rows, products = carry
-            found = again.weights(tile, size, rows, block)
+            found = recomputed.weights(tile, size, rows, block)
             d_rows += matmul("krs,ksh->krh", found.d_logits, found.keys, tiles.dtype)
             if products is not None:
                 products += (found.weights * found.d_weights).sum(-1)
@@ -124,7 +126,7 @@ def _of_queries(tiles: Tiles, again: _Again) -> tuple:
         # rounding would add up over the rows.
         needed = v_scale is not None or rows.share is not None
         products = tiles.full(rows.query.shape[:2], 0.0) if needed else None
-        start = (tiles.full(rows.query.shape, 0.0), products)
+        start: tuple = (tiles.full(rows.query.shape, 0.0), products)
         d_rows, products = tiles.over_blocks(tile, step, start)
         d_k_scale += (rows.query * d_rows).sum((1, 2))
         if v_scale is not None:
@@ -132,32 +134,32 @@ def _of_queries(tiles: Tiles, again: _Again) -> tuple:
             products *= v_scale[..., 0]
         if rows.share is not None:
             d_sinks -= tiles.by_head(products * (1.0 - rows.share[..., 0]), size)
-        d_query = tiles.put_rows(d_query, tile, size, d_rows * again.factor)
+        d_query = tiles.put_rows(d_query, tile, size, d_rows * recomputed.factor)
         return d_query, d_k_scale, d_v_scale, d_sinks
 
     counts = (tiles.kv_heads, tiles.kv_heads, tiles.heads)
     per_head = [tiles.full((count,), 0.0) for count in counts]
-    return tiles.over_tiles(attend, (tiles.full(again.query.shape, 0.0), *per_head))
+    return tiles.over_tiles(attend, (tiles.full(recomputed.query.shape, 0.0), *per_head))
 
 
-def _of_pages(tiles: Tiles, again: _Again) -> list[jax.Array]:
+def _of_pages(tiles: PagedTiles, recomputed: _Recomputation) -> list[jax.Array]:
     """Gradients of the arrays of the cache; none where they are integers."""
     inputs = tiles.inputs
     if not jnp.issubdtype(inputs.key_pages.dtype, jnp.inexact):
         return []
     combined = inputs.value_pages is None
 
-    def attend(tile: Tile, size: int, d_caches: list[jax.Array]) -> list[jax.Array]:
-        rows = again.rows(tile, size)
+    def attend(tile: QueryTile, size: int, d_caches: list[jax.Array]) -> list[jax.Array]:
+        rows = recomputed.rows(tile, size)
 
-        def step(block: Block, d_caches: list[jax.Array]) -> list[jax.Array]:
-            found = again.weights(tile, size, rows, block)
+        def step(block: PageBlock, d_caches: list[jax.Array]) -> list[jax.Array]:
+            found = recomputed.weights(tile, size, rows, block)
             used = found.weights
-            for factor in (rows.share, again.v_scale):
+            for factor in (rows.share, recomputed.v_scale):
                 used = used if factor is None else used * factor
             d_keys = matmul("krs,krh->ksh", found.d_logits, rows.query, tiles.dtype)
             d_values = matmul("krs,krv->ksv", used.astype(tiles.operands), rows.d_out, tiles.dtype)
-            d_keys *= again.factor
+            d_keys *= recomputed.factor
             blocks = [[d_keys, d_values]] if combined else [[d_keys], [d_values]]
             return [
                 add_pages(d, block.pages, parts, tiles.axes)
@@ -171,9 +173,9 @@ def _of_pages(tiles: Tiles, again: _Again) -> list[jax.Array]:
 
 
 def _row_terms(
-    inputs: Inputs, residuals: Outputs, d_outputs: Outputs, dtype: Any
+    inputs: Inputs, residuals: Outputs, d_outputs: Outputs, dtype: DTypeLike
 ) -> list[jax.Array]:
-    """What the logits of a row share: lse, delta and, with sinks, w, each [b, n, t].
+    """The terms of each row: lse, delta and, with sinks, w, each [b, n, t].
 
     With w the part of a row's weights that the sinks leave to the keys (1 without sinks),
     d_logits = exp(logits - lse) * (w * d_weights - delta).

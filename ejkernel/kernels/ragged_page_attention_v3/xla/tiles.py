@@ -1,8 +1,8 @@
-"""How a call over pages is cut: tiles of queries of one sequence, blocks of its pages.
+"""The tiles and blocks of a call over pages: queries of one sequence, and pages of it.
 
-Both loops run as far as the real lengths reach. A sequence that decodes, with one query, is a tile
-of its own; longer ones are cut into tiles of a fixed size. The query heads that share a key head
-stand below each other as rows of one matrix, so keys are never repeated.
+Both loops run as far as the real lengths reach. A sequence that decodes, with one query, is one
+tile; longer ones are cut into tiles of a fixed size. The query heads of a key head are rows of one
+matrix, so that keys are never repeated (GQA).
 
     tile of queries  [k, size * group, h]
     block of keys    [k, block, h]
@@ -10,21 +10,26 @@ stand below each other as rows of one matrix, so keys are never repeated.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike, DTypeLike
 
+from ejkernel.kernels.common import carry as carries
 from ejkernel.kernels.common.paged import cache_axes, operand_dtype, read_pages
+from ejkernel.kernels.common.refs import Index
 from ejkernel.kernels.ragged_page_attention_v3.inputs import Inputs, Spec
 
 # Rows of a tile and positions of a block for which both matmuls run well on a CPU; a longer block
 # would make the last one of a short sequence cost more than the others save.
 _ROWS, _POSITIONS = 512, 256
 
+Carry = TypeVar("Carry")
 
-class Tile(NamedTuple):
+
+class QueryTile(NamedTuple):
     """Queries of one sequence: `size` rows from `row` on, of which some may not be its own."""
 
     sequence: jax.Array
@@ -35,7 +40,7 @@ class Tile(NamedTuple):
     last: jax.Array
 
 
-class Block(NamedTuple):
+class PageBlock(NamedTuple):
     """Pages of one sequence."""
 
     pages: jax.Array  # page ids, [pages]; out of range where there is no page
@@ -44,7 +49,7 @@ class Block(NamedTuple):
     used: jax.Array  # which of them any query of the tile sees: the rest may hold anything
 
 
-class Tiles:
+class PagedTiles:
     """The tiles and blocks of one call."""
 
     def __init__(self, inputs: Inputs, spec: Spec, queries: int | None, pages: int | None):
@@ -76,23 +81,28 @@ class Tiles:
         missing = -table.shape[-1] % self.pages
         table = jnp.asarray(table).reshape(-1, table.shape[-1])
         self.table = jnp.pad(table, ((0, 0), (0, missing)), constant_values=-1)
-        # Carries an axis over which any input varies inside shard_map; holds no data.
-        self._anchor = sum(
-            lax.full_like(x, 0, shape=(), dtype=jnp.int32) for x in jax.tree.leaves(inputs)
-        )
+        self._anchor = carries.anchor(inputs)
 
-    def full(self, shape: tuple[int, ...], value: Any, dtype: Any = None) -> jax.Array:
+    def full(
+        self, shape: tuple[int, ...], value: ArrayLike, dtype: DTypeLike | None = None
+    ) -> jax.Array:
         """A constant that may be carried by the loops."""
-        return lax.full_like(self._anchor, value, shape=shape, dtype=dtype or self.dtype)
+        return carries.full(self._anchor, shape, value, dtype or self.dtype)
 
-    def over_tiles(self, body: Callable[[Tile, int, Any], Any], carry: Any) -> Any:
+    def over_tiles(self, body: Callable[[QueryTile, int, Carry], Carry], carry: Carry) -> Carry:
         """`carry = body(tile, size, carry)` for every tile that may see something."""
         for size in self.sizes:
             fits = self.lengths == 1 if size == 1 else self.lengths > 1
             counts = jnp.where(fits & (self.kv_lengths > 0), -(-self.lengths // size), 0)
             ends = jnp.cumsum(counts, dtype=jnp.int32)
 
-            def step(i: Any, carry: Any, size=size, counts=counts, ends=ends) -> Any:
+            def step(
+                i: Index,
+                carry: Carry,
+                size: int = size,
+                counts: jax.Array = counts,
+                ends: jax.Array = ends,
+            ) -> Carry:
                 sequence = jnp.sum(ends <= i, dtype=jnp.int32)
                 number = i - ends[sequence] + counts[sequence]
                 return body(self._tile(sequence, number * size, size), size, carry)
@@ -100,7 +110,7 @@ class Tiles:
             carry = lax.fori_loop(jnp.int32(0), ends[-1], step, carry)
         return carry
 
-    def _tile(self, sequence: jax.Array, skipped: jax.Array, size: int) -> Tile:
+    def _tile(self, sequence: jax.Array, skipped: jax.Array, size: int) -> QueryTile:
         length, kv_length = self.lengths[sequence], self.kv_lengths[sequence]
         begin = self.starts[sequence] + skipped
         # The last tile of all may reach past the last row: it begins earlier instead.
@@ -109,9 +119,11 @@ class Tiles:
         own = (number >= skipped) & (number < length)
         last = jnp.minimum(skipped + size, length) - 1
         offset = kv_length - length
-        return Tile(sequence, row, own, offset + number, offset + skipped, offset + last)
+        return QueryTile(sequence, row, own, offset + number, offset + skipped, offset + last)
 
-    def over_blocks(self, tile: Tile, body: Callable[[Block, Any], Any], carry: Any) -> Any:
+    def over_blocks(
+        self, tile: QueryTile, body: Callable[[PageBlock, Carry], Carry], carry: Carry
+    ) -> Carry:
         """`carry = body(block, carry)` for every block that a query of the tile may see."""
         end = (tile.last + self.block) // self.block
         begin = jnp.int32(0)
@@ -120,7 +132,7 @@ class Tiles:
         step = lambda i, carry: body(self._block(tile, i), carry)
         return lax.fori_loop(begin, end, step, carry)
 
-    def _block(self, tile: Tile, index: jax.Array) -> Block:
+    def _block(self, tile: QueryTile, index: jax.Array) -> PageBlock:
         start = (tile.sequence, index * self.pages)
         pages = lax.dynamic_slice(self.table, start, (1, self.pages))[0]
         there = (pages >= 0) & (pages < self.cache_pages)
@@ -129,16 +141,18 @@ class Tiles:
         used = present & (positions <= tile.last)
         if self.spec.sliding_window is not None:
             used &= positions > tile.first - self.spec.sliding_window
-        return Block(jnp.where(there, pages, self.cache_pages), positions, present, used)
+        return PageBlock(jnp.where(there, pages, self.cache_pages), positions, present, used)
 
-    def rows_of(self, x: jax.Array, tile: Tile, size: int) -> jax.Array:
+    def rows_of(self, x: jax.Array, tile: QueryTile, size: int) -> jax.Array:
         """The tile's rows of `x` [rows, n, d], as [k, size * group, d]."""
         start = (tile.row, jnp.int32(0), jnp.int32(0))
         x = lax.dynamic_slice(x, start, (size, *x.shape[1:]))
         x = x.reshape(size, self.kv_heads, self.group, -1).transpose(1, 0, 2, 3)
         return x.reshape(self.kv_heads, size * self.group, -1)
 
-    def own_rows_of(self, x: jax.Array, tile: Tile, size: int, other: float = 0.0) -> jax.Array:
+    def own_rows_of(
+        self, x: jax.Array, tile: QueryTile, size: int, other: float = 0.0
+    ) -> jax.Array:
         """`rows_of`, with `other` in the rows of other sequences, which may hold anything."""
         x = self.rows_of(x, tile, size)
         if size == 1:
@@ -146,7 +160,7 @@ class Tiles:
         own = jnp.repeat(tile.own, self.group, total_repeat_length=size * self.group)
         return jnp.where(own[:, None], x, jnp.asarray(other, x.dtype))
 
-    def put_rows(self, x: jax.Array, tile: Tile, size: int, rows: jax.Array) -> jax.Array:
+    def put_rows(self, x: jax.Array, tile: QueryTile, size: int, rows: jax.Array) -> jax.Array:
         """`x` [rows, n, d] with the tile's own rows from `rows` [k, size * group, d]."""
         rows = rows.reshape(self.kv_heads, size, self.group, -1).transpose(1, 0, 2, 3)
         rows = rows.reshape(size, self.heads, -1).astype(x.dtype)
@@ -157,27 +171,27 @@ class Tiles:
         return lax.dynamic_update_slice(x, rows, start)
 
     def by_head(self, rows: jax.Array, size: int) -> jax.Array:
-        """What the rows of a tile [k, size * group] give to each query head, [n]."""
+        """The sum of the rows of a tile [k, size * group] for each query head, [n]."""
         return rows.reshape(self.kv_heads, size, self.group).sum(1).reshape(-1)
 
-    def keys(self, block: Block) -> jax.Array:
-        """The keys of a block, [k, block, h]; where no query looks they may be anything."""
+    def keys(self, block: PageBlock) -> jax.Array:
+        """The keys of a block, [k, block, h]; where no query sees them they may be anything."""
         return self._read(0, block).astype(self.operands)
 
-    def used_keys(self, block: Block) -> jax.Array:
-        """The keys of a block, 0 where no query looks."""
+    def used_keys(self, block: PageBlock) -> jax.Array:
+        """The keys of a block, 0 where no query sees them."""
         return self._read(0, block, zero=True).astype(self.operands)
 
-    def used_values(self, block: Block) -> jax.Array:
-        """The values of a block, 0 where no query looks: a weight of 0 does not undo a NaN."""
+    def used_values(self, block: PageBlock) -> jax.Array:
+        """The values of a block, 0 where no query sees them: a weight of 0 does not undo a NaN."""
         return self._read(1, block, zero=True).astype(self.operands)
 
-    def _read(self, part: int, block: Block, zero: bool = False) -> jax.Array:
+    def _read(self, part: int, block: PageBlock, zero: bool = False) -> jax.Array:
         ids = jnp.minimum(block.pages, self.cache_pages - 1)
         x = read_pages(self.caches[part], ids, self.axes, part)
         if zero:
             x = jnp.where(block.used[:, None], x, jnp.zeros((), x.dtype))
-        # Put in order here, once: a matmul that takes large pages as they lie is slower on a CPU.
+        # Transposed here, once: a matmul that reads large pages in stored order is slower on a CPU.
         return lax.optimization_barrier(x)
 
     def logits(self, products: jax.Array, size: int) -> jax.Array:
@@ -189,13 +203,13 @@ class Tiles:
         return logits
 
     def factor(self) -> jax.Array:
-        """What each key head's products are multiplied with, [k] or [1]."""
+        """The factor of the products of each key head, [k] or [1]."""
         if self.inputs.k_scale is None:
             return jnp.full((1,), self.spec.softmax_scale, self.dtype)
         return self.inputs.k_scale.astype(self.dtype) * self.spec.softmax_scale
 
-    def visible(self, tile: Tile, block: Block) -> jax.Array:
-        """Which logits count, [size, 1, block]."""
+    def visible(self, tile: QueryTile, block: PageBlock) -> jax.Array:
+        """Which logits are visible, [size, 1, block]."""
         own, position = tile.positions[:, None], block.positions
         visible = (position <= own) & block.present & tile.own[:, None]
         if self.spec.sliding_window is not None:

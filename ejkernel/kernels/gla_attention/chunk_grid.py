@@ -1,22 +1,29 @@
-"""Cuts sequences into chunks: padded or packed, forwards or backwards in time, some lanes at once.
+"""Cuts sequences into chunks: padded or packed, forward or reversed in time, some lanes at once.
 
-    tokens   [b, s, k, ...]       as they come
+    tokens   [b, s, k, ...]       as they are given
     places   [b, c * tokens per chunk, k, ...]   every chunk holds tokens of one sequence only
     states   [b, m, k, h, v]      one for each sequence of a row
     lanes    [l, ...]             the batch rows times the key heads of a unit
 
-A unit is what is worked on at once; its chunks are visited one after the other in time.
+The lanes of a unit are computed at once, its chunks one after the other in time.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.kernels.common.integers import largest_divisor
+from ejkernel.kernels.common.refs import Index
+
+_Carry = TypeVar("_Carry")
+_Start = tuple[Index, ...]
+
 
 class Packing(NamedTuple):
-    """Where packed sequences lie once every one of them begins a chunk of its own."""
+    """The places of packed sequences, each of which begins a new chunk."""
 
     sequence: jax.Array  # [b, c]: the sequence of each chunk
     token: jax.Array  # [b, p]: the token at each place
@@ -25,7 +32,7 @@ class Packing(NamedTuple):
     within: jax.Array  # [b, s]: whether it is part of a sequence
 
 
-class Grid:
+class ChunkGrid:
     """The chunks of a call."""
 
     def __init__(
@@ -38,13 +45,13 @@ class Grid:
     ):
         self.batch, self.tokens, heads = shape
         self.chunk, self.reverse = chunk, reverse
-        self.heads = _largest_divisor(heads, lanes)
+        self.heads = largest_divisor(heads, lanes)
         self.rows = 1
         self.packing: Packing | None = None
         if cu_seqlens is None:
             self.chunks = -(-self.tokens // chunk)
             if self.heads == heads:
-                self.rows = _largest_divisor(self.batch, lanes // heads)
+                self.rows = largest_divisor(self.batch, lanes // heads)
         else:
             filled = min(cu_seqlens.shape[1] - 1, self.tokens)  # sequences that are not empty
             self.chunks = (self.tokens + filled * (chunk - 1)) // chunk
@@ -53,7 +60,7 @@ class Grid:
         self.head_units = heads // self.heads
         self.units = self.batch // self.rows * self.head_units
 
-    def lay_out(self, x: jax.Array) -> jax.Array:
+    def to_places(self, x: jax.Array) -> jax.Array:
         """Tokens to places; 0 where there is none."""
         if self.packing is not None:
             taken = jax.vmap(lambda x, token: x[token])(x, self.packing.token)
@@ -62,14 +69,14 @@ class Grid:
             return jnp.pad(x, ((0, 0), (0, missing)) + ((0, 0),) * (x.ndim - 2))
         return x
 
-    def collect(self, x: jax.Array) -> jax.Array:
+    def to_tokens(self, x: jax.Array) -> jax.Array:
         """Places to tokens; 0 where a token is part of no sequence."""
         if self.packing is not None:
             taken = jax.vmap(lambda x, place: x[place])(x, self.packing.place)
             return jnp.where(_along(self.packing.within, x.ndim), taken, 0)
         return x[:, : self.tokens]
 
-    def read(self, x: jax.Array, unit: Any, time: Any, group: int | None = None) -> jax.Array:
+    def read(self, x: jax.Array, unit: Index, time: Index, group: int | None = None) -> jax.Array:
         """The lanes [l, chunk, ...] of a unit in the chunk that is visited at this time.
 
         Of `group` query heads on each key head: [l, chunk, group, ...].
@@ -84,7 +91,7 @@ class Grid:
         part = jnp.swapaxes(part, 1, 2)
         return part.reshape(-1, *part.shape[2:])
 
-    def write(self, x: jax.Array, part: jax.Array, unit: Any, time: Any) -> jax.Array:
+    def write(self, x: jax.Array, part: jax.Array, unit: Index, time: Index) -> jax.Array:
         """`x` with these lanes where `read` would read them."""
         row, head = self._corner(unit)
         part = part.reshape(self.rows, self.heads, *part.shape[1:])
@@ -96,7 +103,7 @@ class Grid:
             part = part.reshape(*part.shape[:2], -1, *part.shape[4:])
         return _paste(x, part, (row, self._index(time) * self.chunk, head * each))
 
-    def used(self, unit: Any, time: Any) -> jax.Array | None:
+    def used(self, unit: Index, time: Index) -> jax.Array | None:
         """Which of the chunk's tokens there are, [1, chunk, 1]; None: all of them."""
         index = self._index(time)
         if self.packing is not None:
@@ -110,16 +117,18 @@ class Grid:
             return None
         return (jnp.flip(used, 1) if self.reverse else used)[..., None]
 
-    def read_heads(self, x: jax.Array, unit: Any) -> jax.Array:
+    def read_heads(self, x: jax.Array, unit: Index) -> jax.Array:
         """[b, k] -> the lanes [l] of a unit."""
         return _cut(x, self._corner(unit), (self.rows, self.heads)).reshape(-1)
 
-    def write_heads(self, x: jax.Array, part: jax.Array, unit: Any) -> jax.Array:
+    def write_heads(self, x: jax.Array, part: jax.Array, unit: Index) -> jax.Array:
         """`x` with these lanes where `read_heads` would read them."""
         return _paste(x, part.reshape(self.rows, self.heads), self._corner(unit))
 
-    def enter(self, states: jax.Array, state: jax.Array, unit: Any, time: Any, before: Any):
-        """The state to go on with: `state`, or that of another sequence than the one `before`."""
+    def load_state(
+        self, states: jax.Array, state: jax.Array, unit: Index, time: Index, before: Index
+    ) -> jax.Array:
+        """`state`, or that of the sequence at this time if it is not the one visited `before`."""
         if isinstance(before, int) and not 0 <= before < self.chunks:
             return self._state(states, unit, time)
         if self.packing is None:
@@ -130,43 +139,51 @@ class Grid:
             new = outside | (last != self._sequence(unit, time))
         return jnp.where(new, self._state(states, unit, time), state)
 
-    def leave(self, states: jax.Array, state: jax.Array, unit: Any, time: Any) -> jax.Array:
-        """`states` with that of the sequence visited at this time; its last visit counts."""
+    def store_state(
+        self, states: jax.Array, state: jax.Array, unit: Index, time: Index
+    ) -> jax.Array:
+        """`states` with that of the sequence visited at this time; the last visit is kept."""
         row, head = self._corner(unit)
         part = state.reshape(self.rows, 1, self.heads, *state.shape[1:])
         return _paste(states, part, (row, self._sequence(unit, time), head))
 
-    def _state(self, states: jax.Array, unit: Any, time: Any) -> jax.Array:
+    def _state(self, states: jax.Array, unit: Index, time: Index) -> jax.Array:
         row, head = self._corner(unit)
         part = _cut(states, (row, self._sequence(unit, time), head), (self.rows, 1, self.heads))
         return part.reshape(-1, *part.shape[3:])
 
-    def _sequence(self, unit: Any, time: Any) -> Any:
+    def _sequence(self, unit: Index, time: Index) -> Index:
         if self.packing is None:
             return 0
         return self.packing.sequence[self._corner(unit)[0], self._index(time)]
 
-    def _index(self, time: Any) -> Any:
+    def _index(self, time: Index) -> Index:
         """Which chunk is visited at this time."""
         return self.chunks - 1 - time if self.reverse else time
 
-    def _corner(self, unit: Any) -> tuple[Any, Any]:
+    def _corner(self, unit: Index) -> tuple[Index, Index]:
         """The first row and the first key head of a unit."""
         row, head = divmod(unit, self.head_units)
         return row * self.rows, head * self.heads
 
 
-def in_turn(step: Any, carry: Any, count: int, each: Any = None, backwards: bool = False):
-    """`lax.scan` of `step(carry, (index, each[index]))`: no loop where there is only one."""
+def scan(
+    step: Callable[[_Carry, tuple], tuple[_Carry, Any]],
+    carry: _Carry,
+    count: int,
+    xs: jax.Array | None = None,
+    reverse: bool = False,
+) -> tuple[_Carry, Any]:
+    """`lax.scan` of `step(carry, (index, xs[index]))`: no loop where there is only one."""
     if count == 1:
-        carry, result = step(carry, (0, jax.tree.map(lambda x: x[0], each)))
+        carry, result = step(carry, (0, jax.tree.map(lambda x: x[0], xs)))
         return carry, jax.tree.map(lambda x: x[None], result)
     index = jnp.arange(count, dtype=jnp.int32)
-    return lax.scan(step, carry, (index, each), reverse=backwards)
+    return lax.scan(step, carry, (index, xs), reverse=reverse)
 
 
 def _packing(ends: jax.Array, tokens: int, chunk: int, chunks: int) -> Packing:
-    """The packing of one row; chunks that nobody needs are empty and of the last sequence."""
+    """The packing of one row; unused chunks are empty and of the last sequence."""
     ends = ends.astype(jnp.int32)
     count = ends.shape[0] - 1
     needed = (jnp.diff(ends) + chunk - 1) // chunk
@@ -191,23 +208,19 @@ def _along(mask: jax.Array, rank: int) -> jax.Array:
     return mask.reshape(*mask.shape, *(1,) * (rank - 2))
 
 
-def _start(start: tuple, rank: int) -> list:
+def _start(start: _Start, rank: int) -> list[jax.Array]:
     return [jnp.int32(i) for i in start] + [jnp.int32(0)] * (rank - len(start))
 
 
-def _cut(x: jax.Array, start: tuple, sizes: tuple[int, ...]) -> jax.Array:
+def _cut(x: jax.Array, start: _Start, sizes: tuple[int, ...]) -> jax.Array:
     """The part of `x` of these sizes in its first axes; whole where it is all of it."""
     if x.shape[: len(sizes)] == sizes:
         return x
     return lax.dynamic_slice(x, _start(start, x.ndim), (*sizes, *x.shape[len(sizes) :]))
 
 
-def _paste(x: jax.Array, part: jax.Array, start: tuple) -> jax.Array:
+def _paste(x: jax.Array, part: jax.Array, start: _Start) -> jax.Array:
     part = part.astype(x.dtype)
     return (
         part if part.shape == x.shape else lax.dynamic_update_slice(x, part, _start(start, x.ndim))
     )
-
-
-def _largest_divisor(number: int, most: int) -> int:
-    return next(d for d in range(max(1, min(number, most)), 0, -1) if number % d == 0)
