@@ -6,7 +6,12 @@ Plain compile-time constants are annotated `tl.constexpr`, a dataclass of them b
 
 from __future__ import annotations
 
+import math
 from typing import Any
+
+import numpy as np
+
+from ejkernel.kernels.common.constants import LOG2_E
 
 
 class _Annotation:
@@ -16,7 +21,14 @@ class _Annotation:
 
 
 class StaticArguments(_Annotation):
-    """Base of the frozen dataclasses of compile-time constants that kernels take as `static`."""
+    """Base of the frozen dataclasses of compile-time constants that kernels take as `static`.
+
+    It has the numbers that device code, which may not read globals, uses.
+    """
+
+    log2_e = LOG2_E
+    ln_2 = math.log(2.0)
+    float32_min = float(np.finfo(np.float32).min)
 
 
 class Tensor(_Annotation):
