@@ -1,6 +1,6 @@
 """Types of the parameters of Triton device functions, for readers and for a static checker.
 
-Triton passes objects of its own: nothing is ever an instance of `Tensor`, `Scalar` or `Pointer`.
+Triton passes objects of its own: nothing is ever an instance of `Tensor` or `Pointer`.
 Plain compile-time constants are annotated `tl.constexpr`, a dataclass of them by its own type.
 """
 
@@ -80,8 +80,16 @@ class Tensor(_Annotation):
     def __ge__(self, other: Tensor | float) -> Any: ...
 
 
+class TensorOrPair(Tensor):
+    """A tensor, or a tuple of two."""
+
+    def __getitem__(self, index: int | slice | tuple[slice | None, ...] | None) -> Any: ...
+
+
 class Scalar(Tensor):
-    """One value: `tl.tensor` without axes."""
+    """One value: `tl.tensor` without axes. It may bound a `range`."""
+
+    def __index__(self) -> int: ...
 
 
 class Pointer(_Annotation):
