@@ -26,7 +26,7 @@ from filelock import FileLock
 from programs import by_workers, seconds_of
 
 from ejkernel.cli.provenance import PROVENANCE, provenance
-from ejkernel.kernels.ragged_page_attention_v3 import triton
+from ejkernel.kernels.ragged_page_attention_v3 import triton as paged_triton
 from ejkernel.modules import flash_attention, ragged_page_attention_v3
 from ejkernel.ops import default_executor
 from ejkernel.ops.platform import device_of
@@ -195,7 +195,7 @@ def configurations(arguments: dict[str, Any]) -> list[Any]:
     def note(arguments: dict[str, Any]) -> None:
         call = default_executor().invocation(ragged_page_attention_v3, **arguments)
         device = device_of(jax.tree.leaves(call.inputs))
-        chosen = triton.IMPLEMENTATION.forward
+        chosen = paged_triton.IMPLEMENTATION.forward
         assert chosen is not None
         found.extend(chosen.choices(call.inputs, call.spec, device))
 

@@ -5,13 +5,13 @@ import pytest
 from kernels.triton_testing import H200
 
 from ejkernel import settings
-from ejkernel.kernels.common.triton import bridge as triton_bridge
+from ejkernel.kernels.common.triton import bridge
 
 
 @pytest.fixture
 def interpreter():
     """Kernels run in Triton's interpreter, on NumPy arrays."""
     with settings.override(interpret=True):
-        if reason := triton_bridge.why_not(H200, jnp.float32):
+        if reason := bridge.why_not(H200, jnp.float32):
             pytest.skip(f"triton {reason}")
         yield

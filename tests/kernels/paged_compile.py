@@ -1,4 +1,4 @@
-"""Compiles the Triton kernels over pages ahead of time; a process of its own, no interpreter.
+"""Compiles the paged Triton kernels ahead of time, in a process without interpreter.
 
 python paged_compile.py [--guess] CAPABILITY CALL...    one line of JSON for each kernel
 """
@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from kernels.triton_programs import collected, compile_calls
 
-from ejkernel.kernels.ragged_page_attention_v3 import triton as triton_gpu
+from ejkernel.kernels.ragged_page_attention_v3 import triton as paged_triton
 from ejkernel.kernels.ragged_page_attention_v3.inputs import CombinedInputs, Inputs, Spec
-from ejkernel.kernels.ragged_page_attention_v3_update import inputs as writing
-from ejkernel.kernels.ragged_page_attention_v3_update import triton as update
+from ejkernel.kernels.ragged_page_attention_v3_update import inputs as update_inputs
+from ejkernel.kernels.ragged_page_attention_v3_update import triton as update_triton
 
 
 def call(name):
@@ -44,13 +44,13 @@ def call(name):
         inputs = CombinedInputs(inputs.query, pages, None, *inputs[3:])
     elif features == "update":
         new = shape(1, tokens, 8, dim, dtype=dtype)
-        inputs = writing.Inputs(**inputs._asdict(), key=new, value=new)
-        spec = writing.Spec(softmax_scale=0.1)
+        inputs = update_inputs.Inputs(**inputs._asdict(), key=new, value=new)
+        spec = update_inputs.Spec(softmax_scale=0.1)
     return inputs, spec
 
 
 def _module(inputs):
-    return update if isinstance(inputs, writing.Inputs) else triton_gpu
+    return update_triton if isinstance(inputs, update_inputs.Inputs) else paged_triton
 
 
 def launches(inputs, spec, params, device):
@@ -66,8 +66,8 @@ def all_launches(name, device, guess):
 
 
 def facts(launch):
-    sizes = {name: getattr(launch.static, name, 0) for name in ("block_k", "rows")}
-    return sizes | {"launch": launch.config}
+    rows = getattr(launch.static, "max_rows", 0)
+    return {"rows": rows, "launch": launch.config}
 
 
 if __name__ == "__main__":

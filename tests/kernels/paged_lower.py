@@ -1,7 +1,7 @@
-"""Lowers attention over pages for an H200 on a machine without one; prints its kernels and aliases.
+"""Lowers paged attention for an H200 on a machine without one; prints its kernels and aliases.
 
-One line for each operation: how many Triton kernels it calls, and how many of the arrays that are
-donated to it become results.
+One line for each operation: the number of Triton kernels, and of donated arrays that are updated in
+place.
 """
 
 import jax

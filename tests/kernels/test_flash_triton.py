@@ -1,4 +1,4 @@
-"""Flash attention in Triton: interpreted it computes what is defined, compiled it fits the chip."""
+"""Flash attention in Triton: right in the interpreter, without register spills when compiled."""
 
 import dataclasses
 import importlib.util
@@ -15,10 +15,13 @@ from kernels.triton_testing import H200, SHARED, compiled, lowered, marked, need
 from ejkernel.cli.oracle import with_gradients
 from ejkernel.errors import UnsupportedError
 from ejkernel.kernels.flash_attention import OP
-from ejkernel.kernels.flash_attention import triton as triton_gpu
+from ejkernel.kernels.flash_attention import triton as flash_triton
 from ejkernel.kernels.flash_attention.config import FlashAttentionConfig
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
-from ejkernel.kernels.flash_attention.triton.operands import Plan, plan
+from ejkernel.kernels.flash_attention.triton.operands import (
+    FlashKernelArguments,
+    kernel_arguments,
+)
 from ejkernel.kernels.flash_attention.workloads import WORKLOADS
 from ejkernel.modules import flash_attention
 from ejkernel.ops import executor
@@ -64,8 +67,8 @@ def check(workload, dtype, cfg):
 
 @needs_triton
 @pytest.mark.parametrize("workload", marked(WORKLOADS, "window_pair", "blind_rows"))
-def test_interpreted_it_computes_what_is_defined(interpreter, workload):
-    """Values and gradients; what a kernel leaves unwritten would be NaN."""
+def test_interpreted_it_matches_the_reference(interpreter, workload):
+    """Values and gradients; elements that a kernel does not write are NaN."""
     check(workload, jnp.float32, SMALL)
 
 
@@ -78,7 +81,7 @@ def test_half_precision_is_as_good_as_rounding(interpreter, workload):
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["all_at_once", "odd_lengths", "one_token", "decode"])
-def test_blocks_of_the_usual_size(interpreter, name):
+def test_default_tile_shapes(interpreter, name):
     workload = next(w for w in WORKLOADS if w.name == name)
     check(workload, jnp.float32, FlashAttentionConfig(platform="triton"))
 
@@ -104,7 +107,7 @@ def draw(queries=40, keys=40, dim=16, value_dim=16, heads=2, **fields):
 
 def run(platform, inputs, spec):
     def both(inputs):
-        implementation = {"triton": triton_gpu.IMPLEMENTATION}.get(platform) or xla()
+        implementation = {"triton": flash_triton.IMPLEMENTATION}.get(platform) or xla()
         outputs, residuals = implementation.forward(inputs, spec, SMALL.fwd_params, device=H200)
         ones = Outputs(jnp.ones_like(outputs.out), jnp.ones_like(outputs.lse))
         return outputs, implementation.backward(
@@ -119,7 +122,7 @@ def xla():
 
 
 def compare(inputs, spec, tolerance=1e-5):
-    """With XLA's, which the conformance suite holds to the definition."""
+    """Compare with XLA, which the conformance suite compares with the reference."""
     for got, known in zip(
         jax.tree.leaves(run("triton", inputs, spec)),
         jax.tree.leaves(run("xla", inputs, spec)),
@@ -130,7 +133,7 @@ def compare(inputs, spec, tolerance=1e-5):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Contradiction(Rule):
-    """Says of its blocks that every pair is visible, and of every pair that it is not."""
+    """A rule whose blocks are all full and whose pairs are all hidden."""
 
     def sliced(self, q_start, q_len, k_start, k_len):
         return self
@@ -154,7 +157,7 @@ def test_full_blocks_run_unmasked(interpreter):
 
 @needs_triton
 @pytest.mark.slow
-def test_blocks_that_the_mask_hides_are_not_read(interpreter):
+def test_fully_masked_blocks_are_not_read(interpreter):
     """A NaN in a block that is computed and masked would still reach the output, as 0 * NaN."""
     inputs = draw(queries=64, keys=64, mask=Band(None, -32))
     poisoned = inputs._replace(
@@ -203,112 +206,114 @@ RULES = {
 }
 
 
-def planned_of(rule, columns=False):
-    """The plan of a call of 50 queries and keys under a rule, in blocks of 16 and 8."""
+def arguments_of(rule, by_key_block=False):
+    """Kernel arguments of a call of 50 queries and keys under a rule, in blocks of 16 and 8."""
     shape = jax.ShapeDtypeStruct((2, 50, 3, 16), jnp.float32)
-    mode = []
+    static = []
 
     def operands(rule):
         inputs = Inputs(shape, shape, shape, mask=rule)
-        planned = plan(inputs, Spec(softmax_scale=1.0), 16, 8, columns)
-        mode.append(planned.mode)
-        return planned.operands
+        arguments = kernel_arguments(inputs, Spec(softmax_scale=1.0), 16, 8, by_key_block)
+        static.append(arguments.static)
+        return arguments.operands
 
     arrays = jax.jit(operands)(rule)
-    return Plan(mode[0], arrays)
+    return FlashKernelArguments(static[0], arrays)
 
 
-def as_the_kernels_see_it(planned):
-    """The mask of a plan, [b, n, t, s], by the formulas of the kernels in NumPy."""
-    mode, arrays = planned
-    rows, columns, table = (np.asarray(x) for x in arrays[:3])
-    batch, heads, t, s = 2, 3, mode.q_len, mode.kv_len
-    seen = np.ones((batch, heads, t, s), bool)
+def evaluated_mask(arguments):
+    """The mask of kernel arguments, [b, n, t, s], by the formulas of the kernels in NumPy."""
+    static, arrays = arguments
+    q_mask, k_mask, dense_mask = (np.asarray(x) for x in arrays[:3])
+    batch, heads, t, s = 2, 3, static.q_len, static.kv_len
+    visible = np.ones((batch, heads, t, s), bool)
     for b in range(batch):
-        row = rows[b if mode.marks_batched else 0]
-        column = columns[b if mode.marks_batched else 0]
-        some = np.zeros((t, s), bool)
-        for clause in range(mode.clauses):
-            slot = clause * (mode.has_low + mode.has_high + mode.matches)
+        q_rows = q_mask[b if static.mask_batched else 0]
+        k_rows = k_mask[b if static.mask_batched else 0]
+        any_allowed = np.zeros((t, s), bool)
+        for conjunction in range(static.conjunctions):
+            first = conjunction * (static.has_low + static.has_high + static.id_pairs)
             allowed = np.ones((t, s), bool)
-            if mode.has_low:
-                allowed &= np.arange(s) >= row[slot][:, None]
-            if mode.has_high:
-                allowed &= np.arange(s) <= row[slot + mode.has_low][:, None]
-            for match in range(mode.matches):
-                mark = row[slot + mode.has_low + mode.has_high + match]
-                allowed &= mark[:, None] == column[clause * mode.matches + match]
-            some |= allowed
-        if mode.clauses:
-            seen[b] &= some
+            if static.has_low:
+                allowed &= np.arange(s) >= q_rows[first][:, None]
+            if static.has_high:
+                allowed &= np.arange(s) <= q_rows[first + static.has_low][:, None]
+            for pair in range(static.id_pairs):
+                q_id = q_rows[first + static.has_low + static.has_high + pair]
+                allowed &= q_id[:, None] == k_rows[conjunction * static.id_pairs + pair]
+            any_allowed |= allowed
+        if static.conjunctions:
+            visible[b] &= any_allowed
         for n in range(heads):
-            if not mode.table:
+            if not static.dense_mask:
                 continue
-            one = table[b if mode.table_batched else 0, n if mode.table_heads > 1 else 0]
-            if mode.table_indexed:
-                one = one[row[-1][:, None], column[-1][None, :]]
-            seen[b, n] &= np.broadcast_to(one != 0, (t, s))
-    return seen
+            dense = dense_mask[
+                b if static.dense_mask_batched else 0, n if static.dense_mask_heads > 1 else 0
+            ]
+            if static.dense_mask_blocks:
+                dense = dense[q_rows[-1][:, None], k_rows[-1][None, :]]
+            visible[b, n] &= np.broadcast_to(dense != 0, (t, s))
+    return visible
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_a_plan_says_what_the_mask_says(name):
+def test_mask_operands_give_the_mask(name):
     rule = RULES[name]
-    planned = planned_of(rule)
+    arguments = arguments_of(rule)
     truth = np.broadcast_to(rule.dense(50, 50), (2, 3, 50, 50))
-    np.testing.assert_array_equal(as_the_kernels_see_it(planned), truth)
+    np.testing.assert_array_equal(evaluated_mask(arguments), truth)
 
 
-def visited(planned, b, n, line):
-    """The full and the partial blocks of a line, by the formulas of the kernels."""
-    mode, arrays = planned
-    b, n = b if mode.map_batched else 0, n if mode.map_heads else 0
-    first, full_first, full_end, end = np.asarray(arrays.bounds)[b, n, line]
-    if mode.map_lists:
-        index = list(np.asarray(arrays.index)[b, n, line])
+def visited(arguments, b, n, block):
+    """The full and the partial blocks that are visited, by the formulas of the kernels."""
+    static, arrays = arguments
+    b, n = b if static.block_map_batched else 0, n if static.block_map_heads else 0
+    first, full_first, full_end, end = np.asarray(arrays.block_bounds)[b, n, block]
+    if static.block_lists:
+        index = list(np.asarray(arrays.block_index)[b, n, block])
         return index[:full_end], index[full_end:end]
     return list(range(full_first, full_end)), [*range(first, full_first), *range(full_end, end)]
 
 
-@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.parametrize("by_key_block", [False, True])
 @pytest.mark.parametrize("name", RULES)
-def test_a_plan_visits_what_is_seen_and_masks_what_is_seen_in_part(name, columns):
+def test_visible_blocks_are_visited_and_partially_visible_ones_masked(name, by_key_block):
     rule = RULES[name]
-    planned = planned_of(rule, columns)
+    arguments = arguments_of(rule, by_key_block)
     truth = np.broadcast_to(rule.dense(50, 50), (2, 3, 50, 50))
-    lines, others = planned.mode.q_blocks, planned.mode.k_blocks
-    if columns:
-        truth, lines, others = truth.swapaxes(2, 3), others, lines
-    sizes = (8, 16) if columns else (16, 8)
+    blocks, others = arguments.static.q_blocks, arguments.static.k_blocks
+    if by_key_block:
+        truth, blocks, others = truth.swapaxes(2, 3), others, blocks
+    sizes = (8, 16) if by_key_block else (16, 8)
     for b in range(2):
         for n in range(3):
-            for line in range(lines):
-                full, partial = visited(planned, b, n, line)
+            for block in range(blocks):
+                full, partial = visited(arguments, b, n, block)
                 assert len({*full, *partial}) == len(full) + len(partial)
                 for other in range(others):
-                    at = line * sizes[0], other * sizes[1]
+                    at = block * sizes[0], other * sizes[1]
                     tile = truth[b, n, at[0] : at[0] + sizes[0], at[1] : at[1] + sizes[1]]
                     assert tile.all() or other not in full
                     assert not tile.any() or other in full or other in partial
                     assert at[1] + sizes[1] <= 50 or other not in full, "no guard at the edge"
 
 
-def test_a_causal_plan_has_one_run_of_full_blocks_and_few_partial_ones():
+def test_a_causal_mask_has_one_range_of_full_blocks_and_few_partial_ones():
     shape = jax.ShapeDtypeStruct((1, 1024, 2, 16), jnp.float32)
     inputs = Inputs(shape, shape, shape, mask=Band(None, 0))
-    planned = plan(inputs, Spec(softmax_scale=1.0), 128, 64)
-    assert [tuple(map(len, visited(planned, 0, 0, i))) for i in range(8)] == [
+    arguments = kernel_arguments(inputs, Spec(softmax_scale=1.0), 128, 64)
+    assert [tuple(map(len, visited(arguments, 0, 0, i))) for i in range(8)] == [
         (2 * i, 2) for i in range(8)
     ]
 
 
 def test_a_mask_without_arrays_costs_nothing_at_run_time():
-    """Its map and marks are constants of the program."""
+    """Its block map and mask operands are constants of the program."""
     shape = jax.ShapeDtypeStruct((1, 512, 2, 16), jnp.float32)
 
     def operands(query):
         inputs = Inputs(query, query, query, mask=Band(-100, 0))
-        return plan(inputs, Spec(softmax_scale=1.0), 64, 64).operands
+        return kernel_arguments(inputs, Spec(softmax_scale=1.0), 64, 64).operands
 
     assert {eqn.primitive.name for eqn in jax.make_jaxpr(operands)(shape).eqns} <= {
         "broadcast_in_dim"
@@ -318,10 +323,10 @@ def test_a_mask_without_arrays_costs_nothing_at_run_time():
 def refusal(dtype="float16", device=H200, dim=64, **dtypes):
     shape = lambda name: jax.ShapeDtypeStruct((1, 8, 2, dim), dtypes.get(name, dtype))
     inputs = Inputs(shape("query"), shape("key"), shape("value"))
-    return triton_gpu.why_not(inputs, Spec(softmax_scale=1.0), device)
+    return flash_triton.why_not(inputs, Spec(softmax_scale=1.0), device)
 
 
-def test_it_says_what_it_cannot_do():
+def test_unsupported_calls_are_refused_with_a_reason():
     old = H200._replace(compute_capability=(7, 5))
     other = H200._replace(kind="gfx942", compute_capability=None)
     assert refusal("float64") == "takes bfloat16, float16, float32 and no float64"
@@ -335,7 +340,7 @@ def test_it_says_what_it_cannot_do():
         assert "needs an NVIDIA GPU" in str(refusal(device=other))
 
 
-def test_on_a_cpu_it_is_refused_in_words():
+def test_on_a_cpu_the_error_names_the_platform():
     x = jnp.ones((1, 8, 2, 16))
     if jax.default_backend() == "gpu":
         pytest.skip("this machine has a GPU")
@@ -346,10 +351,14 @@ def test_on_a_cpu_it_is_refused_in_words():
 
 @needs_triton
 @pytest.mark.parametrize("capability", [80, 90, 100])
-def test_first_choices_compile_without_local_memory(capability):
+def test_heuristic_choices_compile_without_register_spills(capability):
     proves(OP.name, SOURCE, "forward", "backward", compiled_for=f"sm_{capability}")
     kernels = compiled("triton_compile.py", capability, "causal_128_2048", guess=True)
-    assert {kernel["kernel"] for kernel in kernels} == {"attend", "d_keys", "d_queries"}
+    assert {kernel["kernel"] for kernel in kernels} == {
+        "forward_kernel",
+        "dkdv_kernel",
+        "dq_kernel",
+    }
     assert capability != 90 or all(kernel["wgmma"] for kernel in kernels)
 
 
@@ -360,13 +369,13 @@ def test_first_choices_compile_without_local_memory(capability):
     "what", ["full", "causal", "decode", "packed", "capped", "everything", "exact"]
 )
 @pytest.mark.parametrize("capability", SHARED)
-def test_no_candidate_uses_local_memory(capability, what, dim):
-    """Lengths with a ragged end and without, all that the tuner may choose."""
+def test_no_candidate_spills_registers(capability, what, dim):
+    """Lengths that are multiples of the blocks and others; every candidate of the tuner."""
     compiled("triton_compile.py", capability, f"{what}_{dim}_2000", f"{what}_{dim}_2048")
 
 
 @needs_triton
 @pytest.mark.slow
-def test_it_lowers_for_a_gpu_that_is_not_here():
-    """A program for an H200 is made on any machine that has the plugin's code."""
+def test_it_lowers_for_an_absent_gpu():
+    """A machine with the CUDA plugin and no GPU lowers a program for an H200."""
     assert lowered("triton_lower.py") == ["1", "3"]

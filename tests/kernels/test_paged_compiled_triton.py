@@ -1,4 +1,4 @@
-"""Attention over pages in Triton: compiled it fits, and on a card it computes what is defined."""
+"""Paged attention in Triton: resources of compiled kernels, and results on a GPU."""
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +23,12 @@ def forward_is_proven(*operations, compiled_for=None):
 
 
 def assert_fits(capability, *calls, guess=False):
-    """What the compiler says of every kernel of every candidate of these calls, or of the guess."""
+    """The compiled kernels of all candidates, or of the heuristic's choice: one wave, no spills."""
     kernels = compiled("paged_compile.py", capability, *calls, guess=guess)
-    assert {"attend", "combine"} <= {kernel["kernel"] for kernel in kernels}
+    assert {"attention_kernel", "combine_kernel"} <= {kernel["kernel"] for kernel in kernels}
     for kernel in kernels:
-        if kernel["kernel"] == "attend":
-            # All programs run at once: with equal shares a second turn would double the time.
+        if kernel["kernel"] == "attention_kernel":
+            # All programs fit in one wave: with equal shares a second wave would double the time.
             programs, warps, _ = kernel["launch"]
             resident = -(-programs // MULTIPROCESSORS[capability])
             registers = -(-kernel["registers"] // 8) * 8 * 32 * warps
@@ -39,7 +39,7 @@ def assert_fits(capability, *calls, guess=False):
 
 @needs_triton
 @pytest.mark.parametrize("capability", [80, 90, 100])
-def test_first_choices_compile_without_local_memory(capability):
+def test_heuristic_choices_compile_without_register_spills(capability):
     calls = (
         "decode_128_64_bfloat16_plain",
         "mixed_128_64_bfloat16_all",
@@ -48,8 +48,8 @@ def test_first_choices_compile_without_local_memory(capability):
     operations = ("ragged_page_attention_v3", "ragged_page_attention_v3_update")
     forward_is_proven(*operations, compiled_for=f"sm_{capability}")
     kernels = assert_fits(capability, *calls, guess=True)
-    assert "write" in {kernel["kernel"] for kernel in kernels}
-    rows = [k for k in kernels if k["kernel"] == "attend" and k["rows"] > 16]
+    assert "cache_write_kernel" in {kernel["kernel"] for kernel in kernels}
+    rows = [k for k in kernels if k["kernel"] == "attention_kernel" and k["rows"] > 16]
     assert rows
     assert capability != 90 or all(kernel["wgmma"] for kernel in rows)
 
@@ -57,10 +57,10 @@ def test_first_choices_compile_without_local_memory(capability):
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90, 100])
-def test_what_writes_the_cache_compiles(capability):
+def test_the_cache_write_compiles(capability):
     caches = ("bfloat16", "e4m3", "int8")
     kernels = assert_fits(capability, *(f"decode_128_16_{cache}_update" for cache in caches))
-    assert [kernel["kernel"] for kernel in kernels].count("write") >= len(caches)
+    assert [kernel["kernel"] for kernel in kernels].count("cache_write_kernel") >= len(caches)
 
 
 @needs_triton
@@ -69,8 +69,8 @@ def test_what_writes_the_cache_compiles(capability):
 @pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("what", ["decode", "mixed"])
 @pytest.mark.parametrize("capability", [80, 90, 100])
-def test_no_candidate_uses_local_memory(capability, what, dim, cache):
-    """Pages smaller than a tile, as large, and larger; all that the tuner may choose."""
+def test_no_candidate_spills_registers(capability, what, dim, cache):
+    """Pages smaller than a tile, as large, and larger; every candidate of the tuner."""
     calls = [f"{what}_{dim}_{size}_{cache}_{kind}" for size in (16, 64, 256) for kind in KINDS]
     assert_fits(capability, *calls)
 
@@ -80,8 +80,8 @@ KINDS = ("plain", "all", "combined")
 
 @needs_triton
 @pytest.mark.slow
-def test_it_lowers_for_a_gpu_that_is_not_here():
-    """Two kernels for each operation, a third that writes a donated cache where it lies."""
+def test_it_lowers_for_an_absent_gpu():
+    """Two kernels for each operation, and a third that writes a donated cache in place."""
     assert lowered("paged_lower.py") == ["2 0", "2 0", "2 0", "3 2"]
 
 
@@ -116,7 +116,7 @@ def largest(a, b=0.0):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8])
-def test_on_the_card_it_is_as_good_as_plain_attention(dtype):
+def test_on_a_gpu_it_is_as_accurate_as_plain_attention(dtype):
     forward_is_proven("ragged_page_attention_v3")
     query, (keys, values, scales) = draw(0, TOKENS, HEADS, DIM), cache(dtype)
 
@@ -137,7 +137,7 @@ def test_on_the_card_it_is_as_good_as_plain_attention(dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8])
-def test_on_the_card_the_cache_is_written_to_the_bit(dtype):
+def test_on_a_gpu_the_cache_is_written_bit_for_bit(dtype):
     forward_is_proven("ragged_page_attention_v3_update")
     query, (keys, values, scales) = draw(0, TOKENS, HEADS, DIM), cache(dtype)
     new = draw(3, TOKENS, KV_HEADS, DIM), draw(4, TOKENS, KV_HEADS, DIM)

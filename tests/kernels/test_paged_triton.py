@@ -1,4 +1,4 @@
-"""Attention over pages in Triton: interpreted it computes what is defined, evenly shared out."""
+"""Paged attention in Triton: right in the interpreter, with equal shares of work."""
 
 import functools
 import importlib
@@ -18,11 +18,11 @@ from kernels.triton_testing import H200, needs_triton
 
 from ejkernel.cli.oracle import VALUE_FLOOR
 from ejkernel.errors import UnsupportedError
-from ejkernel.kernels.common.triton import bridge as triton_bridge
-from ejkernel.kernels.ragged_page_attention_v3 import triton as triton_gpu
+from ejkernel.kernels.common.triton import bridge
+from ejkernel.kernels.ragged_page_attention_v3 import triton as paged_triton
 from ejkernel.kernels.ragged_page_attention_v3.inputs import Inputs, Spec
-from ejkernel.kernels.ragged_page_attention_v3.triton.configs import Shape, shape_of
-from ejkernel.kernels.ragged_page_attention_v3.triton.operands import plan
+from ejkernel.kernels.ragged_page_attention_v3.triton.configs import PagedTileConfig, tile_config
+from ejkernel.kernels.ragged_page_attention_v3.triton.operands import kernel_arguments
 from ejkernel.modules import ragged_page_attention_v3, ragged_page_attention_v3_update
 from ejkernel.ops import executor, kernel_registry
 from ejkernel.ops.executor import Request
@@ -62,8 +62,8 @@ def check(case, dtype):
 @pytest.mark.parametrize(
     "case", cases("ragged_page_attention_v3-heads_first", "ragged_page_attention_v3-integers")
 )
-def test_interpreted_it_computes_what_is_defined(interpreter, case):
-    """What a kernel leaves unwritten would be NaN."""
+def test_interpreted_it_matches_the_reference(interpreter, case):
+    """Elements that a kernel does not write are NaN."""
     check(case, jnp.float32)
 
 
@@ -100,7 +100,7 @@ def used_slots(window, new=True):
 
 @needs_triton
 @pytest.mark.parametrize("window", [None, 3])
-def test_what_no_query_sees_never_leaks(interpreter, window):
+def test_tokens_that_no_query_sees_do_not_change_the_output(interpreter, window):
     used = used_slots(window)[:, :, None, None]
 
     @jax.jit
@@ -131,7 +131,7 @@ def test_what_no_query_sees_never_leaks(interpreter, window):
 @pytest.mark.slow
 @pytest.mark.parametrize("query", [jnp.float32, jnp.float16])
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8])
-def test_eight_bits_are_read_exactly(interpreter, dtype, query):
+def test_an_eight_bit_cache_is_converted_exactly(interpreter, dtype, query):
     """Byte by byte for a query of 32 bits, two columns at a time for one of 16."""
     scale = jnp.array([0.5, 2.0])
     pages = [(x * 4).astype(dtype) for x in (KEYS, VALUES)]
@@ -149,7 +149,7 @@ def test_eight_bits_are_read_exactly(interpreter, dtype, query):
 
 @needs_triton
 @pytest.mark.slow
-def test_the_cache_is_written_to_the_bit(interpreter):
+def test_the_cache_is_written_bit_for_bit(interpreter):
     new = draw(3, TOKENS, KV_HEADS, DIM), draw(4, TOKENS, KV_HEADS, DIM)
 
     def run(platform):
@@ -179,32 +179,34 @@ def structure(sequences, tokens, width, page_size=16, heads=8, kv_heads=2, dim=6
     )._replace(**fields)
 
 
-def walk_few(mode, queries, lens, program):
-    """The (sequence, block, key head, tiles) of one program where no sequence has many queries.
+def decode_share(static, queries, lens, program):
+    """The (sequence, block, key head, tile) units of one program where all sequences are decode.
 
-    And how much of the line that is; by the formulas of the kernel.
+    By the formulas of the kernel; tile is None for a unit of overhead.
     """
-    size, tokens, line = mode.block_k, mode.narrow_tokens, []
-    begin = lambda first: max(first - mode.window + 1, 0) // size if mode.window else 0
+    size, tokens, units = static.block_k, static.decode_tokens, []
+    begin = lambda first: max(first - static.window + 1, 0) // size if static.window else 0
     for sequence, (q, length) in enumerate(zip(queries.tolist(), lens.tolist(), strict=True)):
         blocks = -(-q // tokens)
         tiles = -(-length // size) - begin(length - q)
-        if mode.window:
-            tiles = min(tiles, (mode.window + tokens - 2) // size + 2)
-        for head in range(mode.kv_heads):
+        if static.window:
+            tiles = min(tiles, (static.window + tokens - 2) // size + 2)
+        for head in range(static.kv_heads):
             for block in range(blocks):
                 first = length - q + block * tokens
                 stop = -(-min(first + tokens, length) // size) - begin(first)
                 some = [tile if tile < stop else None for tile in range(tiles)]
-                line += [(sequence, block, head, tile) for tile in [None] * mode.opening + some]
-    share = -(-len(line) // mode.programs)
-    return line[program * share : (program + 1) * share]
+                units += [
+                    (sequence, block, head, tile) for tile in [None] * static.item_overhead + some
+                ]
+    share = -(-len(units) // static.programs)
+    return units[program * share : (program + 1) * share]
 
 
-def walk(mode, items, ends, program):
+def listed_share(static, items, ends, program):
     """The (sequence, block, key head, tiles) of one program, by the formulas of the kernel."""
     total = int(ends[-1])
-    share = -(-total // mode.programs)
+    share = -(-total // static.programs)
     at, end = program * share, min((program + 1) * share, total)
     found = []
     while at < end:
@@ -217,10 +219,10 @@ def walk(mode, items, ends, program):
 
 
 @functools.cache
-def line(window):
-    """What programs know of four sequences, as a function of their lengths, and the mode."""
+def work_list(window):
+    """The work list of four sequences as a function of their lengths, and the static arguments."""
     spec = Spec(softmax_scale=1.0, sliding_window=window)
-    shape = Shape(32, 32, 4, 2, 7)
+    config = PagedTileConfig(32, 32, 4, 2, 7)
 
     def operands(query_lens, kv_lens):
         inputs = structure(4, 256, 16)._replace(
@@ -229,14 +231,14 @@ def line(window):
             kv_lens=kv_lens[None],
             page_indices=jnp.zeros((1, 4, 16), jnp.int32),
         )
-        mode, operands = plan(inputs, spec, shape, H200)
-        modes.append(mode)
-        return operands.items, operands.ends
+        static, operands = kernel_arguments(inputs, spec, config, H200)
+        statics.append(static)
+        return operands.work_items, operands.work_ends
 
-    modes = []
+    statics = []
     numbers = jax.ShapeDtypeStruct((4,), jnp.int32)
     compiled = jax.jit(operands).lower(numbers, numbers).compile()
-    return compiled, modes[0]
+    return compiled, statics[0]
 
 
 lengths = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 150)), min_size=4, max_size=4)
@@ -260,50 +262,50 @@ def assert_all_are_visited(visited, queries, lens, window, tokens_of):
 
 @hypothesis.settings(deadline=None, max_examples=40)
 @given(lengths, st.sampled_from([None, 7, 64]))
-def test_every_tile_has_one_program_and_the_shares_are_equal(drawn, window):
+def test_every_tile_has_one_program_and_shares_are_equal(drawn, window):
     queries, others = np.array(drawn, np.int32).T
     lens = queries + others
-    compiled, mode = line(window)
+    compiled, static = work_list(window)
     items, ends = map(np.asarray, compiled(queries, lens))
-    visited = [walk(mode, items, ends, program) for program in range(mode.programs)]
+    visited = [listed_share(static, items, ends, program) for program in range(static.programs)]
     sizes = [sum(len(tiles) for *_, tiles in items) for items in visited]
     total = int(ends[-1])
-    share = -(-total // mode.programs)
+    share = -(-total // static.programs)
     full = total // share
-    assert sizes == [*[share] * full, *[total - full * share, *[0] * 7][: mode.programs - full]]
+    assert sizes == [*[share] * full, *[total - full * share, *[0] * 7][: static.programs - full]]
     tiles = [(s, b, h, tile) for items in visited for s, b, h, some in items for tile in some]
-    few = lambda q: mode.narrow_tokens if q <= mode.narrow_tokens else mode.wide_tokens
+    few = lambda q: static.decode_tokens if q <= static.decode_tokens else static.prefill_tokens
     assert_all_are_visited(tiles, queries, lens, window, few)
 
 
 @functools.cache
-def mode_of_few(window):
-    spec, modes = Spec(softmax_scale=1.0, sliding_window=window), []
+def decode_static(window):
+    spec, statics = Spec(softmax_scale=1.0, sliding_window=window), []
 
     def note(inputs):
-        mode, operands = plan(inputs, spec, Shape(0, 32, 4, 2, 7), H200)
-        modes.append(mode)
+        static, operands = kernel_arguments(inputs, spec, PagedTileConfig(0, 32, 4, 2, 7), H200)
+        statics.append(static)
         return operands
 
     jax.eval_shape(note, structure(4, 256, 16))
-    return modes[0]
+    return statics[0]
 
 
 @hypothesis.settings(deadline=None, max_examples=40)
 @given(lengths, st.sampled_from([None, 7, 64]))
-def test_few_queries_are_shared_out_by_their_lengths(drawn, window):
+def test_decode_shares_visit_every_tile_once(drawn, window):
     queries, others = np.array(drawn, np.int32).T
     lens = queries + others
-    mode = mode_of_few(window)
-    visited = [walk_few(mode, queries, lens, program) for program in range(7)]
+    static = decode_static(window)
+    visited = [decode_share(static, queries, lens, program) for program in range(7)]
     tiles = [item for share in visited for item in share if item[-1] is not None]
-    assert_all_are_visited(tiles, queries, lens, window, lambda q: mode.narrow_tokens)
+    assert_all_are_visited(tiles, queries, lens, window, lambda q: static.decode_tokens)
 
 
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 9])
-def test_a_long_sequence_beside_short_ones_and_none(interpreter, window):
+def test_a_long_sequence_beside_short_and_empty_ones(interpreter, window):
     """Decoding, items cut between programs, empty sequences, rows of no sequence."""
     queries = np.array([1, 1, 0, 3, 1, 0, 2, 1])
     lens = np.array([5, 200, 0, 17, 1, 30, 64, 33])
@@ -326,10 +328,10 @@ def test_temporary_memory_follows_the_grid_and_not_the_table():
 
     def temporary(width):
         inputs = structure(64, 64, width)
-        params = triton_gpu.IMPLEMENTATION.forward.heuristic(inputs, spec, H200)
-        with triton_bridge.recorded_launches() as launches:
+        params = paged_triton.IMPLEMENTATION.forward.heuristic(inputs, spec, H200)
+        with bridge.recorded_launches() as launches:
             jax.eval_shape(
-                lambda inputs: triton_gpu.run_forward(inputs, spec, params, H200), inputs
+                lambda inputs: paged_triton.run_forward(inputs, spec, params, H200), inputs
             )
         attend, combine = launches
         assert len(combine.outputs) == 2
@@ -338,24 +340,24 @@ def test_temporary_memory_follows_the_grid_and_not_the_table():
     assert temporary(16) == temporary(100_000)
 
 
-def test_a_guess_becomes_a_configuration_and_comes_back():
+def test_a_preset_survives_the_conversion_to_a_configuration():
     spec = Spec(softmax_scale=1.0)
     for tokens in (64, 4096):
         for page_size in (16, 64, 256):
             for dim in (64, 128, 256):
                 inputs = structure(64, tokens, 512, page_size, dim=dim)
-                for params in triton_gpu.IMPLEMENTATION.forward.choices(inputs, spec, H200):
-                    shape = shape_of(inputs, spec, params, H200)
-                    assert shape.block_k <= 128
-                    assert bool(shape.rows) == (tokens > 64)
-                    assert shape.programs % 132 == 0
+                for params in paged_triton.IMPLEMENTATION.forward.choices(inputs, spec, H200):
+                    config = tile_config(inputs, spec, params, H200)
+                    assert config.block_k <= 128
+                    assert bool(config.prefill_rows) == (tokens > 64)
+                    assert config.programs % 132 == 0
 
 
 def refusal(device=H200, **changes):
-    return triton_gpu.why_not(structure(4, 8, 4, **changes), Spec(softmax_scale=1.0), device)
+    return paged_triton.why_not(structure(4, 8, 4, **changes), Spec(softmax_scale=1.0), device)
 
 
-def test_it_says_what_it_cannot_do():
+def test_unsupported_calls_are_refused_with_a_reason():
     old = H200._replace(compute_capability=(7, 5))
     assert refusal(query=jnp.float64) == "takes bfloat16, float16, float32 and no float64"
     assert refusal(dim=300) == "takes head dims up to 256 and this one is 300"
@@ -368,7 +370,7 @@ def test_it_says_what_it_cannot_do():
         assert "8.0 or higher and the device has 7.5" in str(refusal(old))
 
 
-def test_on_a_cpu_it_is_refused_in_words():
+def test_on_a_cpu_the_error_names_the_platform():
     if jax.default_backend() == "gpu":
         pytest.skip("this machine has a GPU")
     with pytest.raises(UnsupportedError, match="platform='triton' does not support this call"):

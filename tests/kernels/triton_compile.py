@@ -1,4 +1,4 @@
-"""Compiles the kernels of flash attention ahead of time; a process of its own, without interpreter.
+"""Compiles the kernels of flash attention ahead of time, in a process without interpreter.
 
 python triton_compile.py [--guess] CAPABILITY CALL...    one line of JSON for each kernel
 """
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from kernels.triton_programs import collected, compile_calls
 
 from ejkernel.kernels.common.dropout import Dropout
-from ejkernel.kernels.flash_attention import triton as triton_gpu
+from ejkernel.kernels.flash_attention import triton as flash_triton
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
 from ejkernel.types.rules import Band, Dense, Segments
 
@@ -56,12 +56,12 @@ def call(name):
 def launches(inputs, spec, params, device, backward):
     def run(inputs):
         if not backward:
-            return triton_gpu.run_forward(inputs, spec, params, device)
+            return flash_triton.run_forward(inputs, spec, params, device)
         b, t, n, _ = inputs.query.shape
         outputs = Outputs(
             jnp.zeros((b, t, n, inputs.value.shape[3]), inputs.query.dtype), jnp.zeros((b, n, t))
         )
-        return triton_gpu.run_backward(inputs, outputs, outputs, spec, params, device)
+        return flash_triton.run_backward(inputs, outputs, outputs, spec, params, device)
 
     return collected(run, inputs)
 
@@ -69,7 +69,7 @@ def launches(inputs, spec, params, device, backward):
 def all_launches(name, device, guess):
     inputs, spec = call(name)
     for direction in ("forward", "backward"):
-        choices = getattr(triton_gpu.IMPLEMENTATION, direction).choices(inputs, spec, device)
+        choices = getattr(flash_triton.IMPLEMENTATION, direction).choices(inputs, spec, device)
         for params in choices[:1] if guess else choices:
             yield from launches(inputs, spec, params, device, direction == "backward")
 

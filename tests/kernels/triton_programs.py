@@ -1,4 +1,4 @@
-"""For scripts that compile or lower Triton kernels where there is no GPU, without interpreter."""
+"""For scripts that compile or lower Triton kernels on a machine without a GPU."""
 
 import json
 import sys
@@ -6,7 +6,7 @@ import sys
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from ejkernel.kernels.common.triton import bridge as triton_bridge
+from ejkernel.kernels.common.triton import bridge
 from ejkernel.ops.platform import Device
 
 # Kind and number of multiprocessors.
@@ -17,8 +17,8 @@ _H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 def compile_calls(launches, facts):
     """One line of JSON for each kernel that `launches(call, device, guess)` gives.
 
-    The command line says `[--guess] CAPABILITY CALL...`; `facts(launch)` are told beside what the
-    compiler says.
+    The command line is `[--guess] CAPABILITY CALL...`. `facts(launch)` are added to the resources
+    that the compiler reports.
     """
     capability, *calls = [argument for argument in sys.argv[1:] if argument != "--guess"]
     capability = int(capability)
@@ -26,7 +26,7 @@ def compile_calls(launches, facts):
     device = Device("gpu", kind, divmod(capability, 10), f"{kind}|absent", multiprocessors)
     for call in calls:
         for launch in launches(call, device, "--guess" in sys.argv):
-            found = triton_bridge.compile_ahead(launch, capability)
+            found = bridge.compile_ahead(launch, capability)
             line = {
                 "call": call,
                 "kernel": getattr(launch.function, "__name__", "?"),
@@ -41,7 +41,7 @@ def compile_calls(launches, facts):
 
 def collected(run, *arguments):
     """The launches of a call that is traced and not run."""
-    with triton_bridge.recorded_launches() as launches:
+    with bridge.recorded_launches() as launches:
         jax.eval_shape(run, *arguments)
     return launches
 

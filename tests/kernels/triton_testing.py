@@ -1,4 +1,4 @@
-"""What the tests of all Triton kernels share: marks, other processes, what a chip can hold."""
+"""Shared by the tests of all Triton kernels: marks, subprocesses, resource limits of a GPU."""
 
 import importlib.util
 import json
@@ -12,7 +12,7 @@ import pytest
 from ejkernel.ops.platform import Device
 
 H200 = Device("gpu", "NVIDIA H200", (9, 0), "NVIDIA H200|absent", 132, 232_448)
-# Bytes of shared memory that a program may have, by compute capability.
+# Bytes of shared memory that a program may use, by compute capability.
 SHARED = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 needs_triton = pytest.mark.skipif(
@@ -21,7 +21,7 @@ needs_triton = pytest.mark.skipif(
 
 
 def marked(workloads, *quick):
-    """Parameters of a test: the workloads that are made for tests, slow but for the quick ones."""
+    """Parameters of a test: the workloads tagged for tests, marked slow except the quick ones."""
     return [
         pytest.param(workload, id=workload.name, marks=[] if chosen else [pytest.mark.slow])
         for workload in workloads
@@ -31,7 +31,7 @@ def marked(workloads, *quick):
 
 
 def other_process(script, *arguments):
-    """The lines that a script beside this file prints; Triton interprets or compiles, not both."""
+    """The lines that a script of this folder prints; a process either interprets or compiles."""
     paths = [str(Path(__file__).parents[2]), *sys.path]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(paths)}
     for name in ("TRITON_INTERPRET", "EJKERNEL_INTERPRET"):
@@ -43,9 +43,9 @@ def other_process(script, *arguments):
 
 
 def compiled(script, capability, *calls, guess=False):
-    """What the compiler says of every kernel of every candidate of these calls, or of the guess.
+    """The compiled kernels of all candidates of these calls, or of the heuristic's choice.
 
-    All of them fit the chip.
+    Asserts that none spills registers or needs more memory than the GPU has.
     """
     arguments = ["--guess"] * guess + [str(capability), *calls]
     kernels = [json.loads(line) for line in other_process(script, *arguments)]
@@ -58,7 +58,7 @@ def compiled(script, capability, *calls, guess=False):
 
 
 def lowered(script):
-    """What a script prints of programs for an H200, where the plugin's code is installed."""
+    """What a script prints that lowers for an H200; needs the CUDA plugin."""
     for package in ("jax_triton", "jax_cuda13_plugin"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")

@@ -15,7 +15,7 @@ from ejkernel.errors import TuningWarning
 from ejkernel.kernels.flash_attention import OP, xla
 from ejkernel.kernels.flash_attention.config import FlashAttentionConfig
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
-from ejkernel.kernels.ragged_page_attention_v3.triton import configs as triton_gpu_shapes
+from ejkernel.kernels.ragged_page_attention_v3.triton.configs import presets, tile_config
 from ejkernel.ops import AutotunePolicy, ConfigCache, ConfigSelectorChain, Executor, Tuner
 from ejkernel.ops import tuner as tuners
 from ejkernel.ops.config import BwdParams, Config, FwdParams
@@ -284,9 +284,9 @@ def test_what_was_tuned_over_pages_is_still_a_guess():
     for call in named_calls("ragged_page_attention_v3"):
         fields = table.get((h200.fingerprint, *call.key[1:]))
         params = call.op.config.from_dict(fields)
-        shape = triton_gpu_shapes.shape_of(call.inputs, call.spec, params, h200)
-        known = triton_gpu_shapes.guesses(call.inputs, call.spec, h200)
-        assert shape[:4] in [guess[:4] for guess in known]
+        config = tile_config(call.inputs, call.spec, params, h200)
+        known = presets(call.inputs, call.spec, h200)
+        assert config[:4] in [preset[:4] for preset in known]
 
 
 TUNED = ["flash_attention", "grouped_matmul", "ragged_page_attention_v3"]

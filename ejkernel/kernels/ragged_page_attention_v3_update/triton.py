@@ -1,12 +1,13 @@
-"""Writes the new tokens into the cache, in place if it was donated, and attends over it in Triton.
+"""Writes the new tokens into the KV cache, in place if it is donated; paged attention follows.
 
-The write is a kernel of its own, which moves the new tokens and nothing else: a program of the
-attention reads keys that others would have to write.
+The write is a kernel of its own, which copies the new tokens only: a program of the attention
+kernel reads keys that other programs would have to write.
 """
 
-from typing import Any
-
-from ejkernel.kernels.ragged_page_attention_v3 import triton as attention
+from ejkernel.kernels.ragged_page_attention_v3 import triton as paged_attention
+from ejkernel.kernels.ragged_page_attention_v3.config import PagedConfig
+from ejkernel.kernels.ragged_page_attention_v3.inputs import Inputs as AttentionInputs
+from ejkernel.kernels.ragged_page_attention_v3.triton.configs import PagedGpuConfig
 from ejkernel.kernels.ragged_page_attention_v3_update.inputs import (
     LAYOUTS,
     Inputs,
@@ -14,32 +15,36 @@ from ejkernel.kernels.ragged_page_attention_v3_update.inputs import (
     Spec,
     reading_inputs,
 )
-from ejkernel.kernels.ragged_page_attention_v3_update.triton_write import written
+from ejkernel.kernels.ragged_page_attention_v3_update.triton_write import write_cache
 from ejkernel.kernels.ragged_page_attention_v3_update.xla import Residuals
 from ejkernel.ops.implementation import Implementation, Pass
 from ejkernel.ops.platform import Device
 
 
-def forward(inputs: Inputs, spec: Spec, params: Any, device: Device) -> tuple[Outputs, Residuals]:
+def run_forward(
+    inputs: Inputs, spec: Spec, params: PagedGpuConfig, device: Device
+) -> tuple[Outputs, Residuals]:
     """Outputs, and the residuals among them."""
-    pages = written(inputs, spec, device)
-    results, _ = attention.run_forward(reading_inputs(inputs, spec, *pages), spec, params, device)
+    pages = write_cache(inputs, spec, device)
+    results, _ = paged_attention.run_forward(
+        reading_inputs(inputs, spec, *pages), spec, params, device
+    )
     _, outputs = LAYOUTS[spec.kv_layout]
     return outputs(*results, *pages), Residuals(*results)
 
 
-def _reading(inputs: Inputs, spec: Spec) -> Any:
+def _attention_inputs(inputs: Inputs, spec: Spec) -> AttentionInputs:
     return reading_inputs(inputs, spec, inputs.key_pages, inputs.value_pages)
 
 
 def why_not(inputs: Inputs, spec: Spec, device: Device) -> str | None:
-    """Why this device cannot run the kernels on this call."""
-    return attention.why_not(_reading(inputs, spec), spec, device)
+    """Why the kernels do not support this call on this device; None when they do."""
+    return paged_attention.why_not(_attention_inputs(inputs, spec), spec, device)
 
 
-def configurations(inputs: Inputs, spec: Spec, device: Device) -> list[Any]:
-    """What is worth timing for a call, the guess first."""
-    return attention.configurations(_reading(inputs, spec), spec, device)
+def configurations(inputs: Inputs, spec: Spec, device: Device) -> list[PagedConfig]:
+    """Candidates for a call, the heuristic's choice first."""
+    return paged_attention.configurations(_attention_inputs(inputs, spec), spec, device)
 
 
 _FEATURES = frozenset(
@@ -55,7 +60,7 @@ _FEATURES = frozenset(
 
 IMPLEMENTATION = Implementation(
     forward=Pass(
-        run=forward,
+        run=run_forward,
         features=_FEATURES,
         why_not=why_not,
         heuristic=lambda *call: configurations(*call)[0],

@@ -1,12 +1,17 @@
 """Types of the parameters of Triton device functions, for readers and for a static checker.
 
-Triton passes objects of its own: nothing is ever an instance of `Tensor`, `Scalar` or `Pointer`.
+Triton passes objects of its own: nothing is ever an instance of `Tensor` or `Pointer`.
 Plain compile-time constants are annotated `tl.constexpr`, a dataclass of them by its own type.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
+
+import numpy as np
+
+from ejkernel.kernels.common.constants import LOG2_E
 
 
 class _Annotation:
@@ -16,7 +21,14 @@ class _Annotation:
 
 
 class StaticArguments(_Annotation):
-    """Base of the frozen dataclasses of compile-time constants that kernels take as `static`."""
+    """Base of the frozen dataclasses of compile-time constants that kernels take as `static`.
+
+    It has the numbers that device code, which may not read globals, uses.
+    """
+
+    log2_e = LOG2_E
+    ln_2 = math.log(2.0)
+    float32_min = float(np.finfo(np.float32).min)
 
 
 class Tensor(_Annotation):
@@ -68,8 +80,16 @@ class Tensor(_Annotation):
     def __ge__(self, other: Tensor | float) -> Any: ...
 
 
+class TensorOrPair(Tensor):
+    """A tensor, or a tuple of two."""
+
+    def __getitem__(self, index: int | slice | tuple[slice | None, ...] | None) -> Any: ...
+
+
 class Scalar(Tensor):
-    """One value: `tl.tensor` without axes."""
+    """One value: `tl.tensor` without axes. It may bound a `range`."""
+
+    def __index__(self) -> int: ...
 
 
 class Pointer(_Annotation):

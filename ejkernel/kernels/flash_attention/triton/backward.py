@@ -1,87 +1,124 @@
-"""Backward in Triton: gradients of keys and values, then of queries, each summed in one program.
+"""Backward in Triton: one kernel for dK and dV, one for dQ.
 
-Two kernels recompute the weights, seven matmuls a tile instead of five, and add up in an order that
-never changes: no atomics, the same bits in every run. The query heads that share a key head are
-summed in the program that has its keys (https://arxiv.org/abs/2307.08691).
+Both kernels recompute the weights, seven matmuls a tile instead of five. They use no atomics and
+sum in a fixed order: the result is deterministic. The query heads of a key head (GQA) are summed
+in the program that holds its keys (https://arxiv.org/abs/2307.08691).
 """
 
-# Annotations stay text: Triton reads them, and it may not be here.
+# Annotations stay text: Triton reads them, and it may not be installed.
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels.common.constants import LOG2_E
+from ejkernel.kernels.common.sinks import share_of_keys
 from ejkernel.kernels.common.triton.bridge import LaunchConfig, launch, triton_jit
-from ejkernel.kernels.flash_attention.inputs import Inputs
-from ejkernel.kernels.flash_attention.triton.operands import Plan
+from ejkernel.kernels.common.triton.device_types import Pointer, Scalar, Tensor
+from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs
+from ejkernel.kernels.flash_attention.triton.configs import TritonTileConfig
+from ejkernel.kernels.flash_attention.triton.operands import (
+    FlashKernelArguments,
+    FlashStaticArguments,
+)
 from ejkernel.kernels.flash_attention.triton.tile import (
-    block_at,
-    kept,
-    list_at,
-    load_numbers,
+    apply_dropout_and_sinks,
+    load_block_bounds,
+    load_block_list,
     load_rows,
-    logits,
+    load_vector,
     store_rows,
-    visible,
-    walk,
+    tile_d_logits,
+    tile_weights,
+    visited_block,
 )
 from ejkernel.ops.platform import Device
 
 tl: Any = None
 
 
-def keys_and_values(
+class BackwardRowTerms(NamedTuple):
+    """Per-row terms of the gradient, each [b, n, t].
+
+    With w the share of a row's weights that the sinks leave to the keys (1 without sinks),
+    d_logits = exp(logits - lse) * (w * d_weights - delta).
+    """
+
+    lse: jax.Array  # base 2; inf where a row sees no key
+    delta: jax.Array
+    key_share: jax.Array  # w; a placeholder without sinks
+
+
+def backward_row_terms(inputs: Inputs, residuals: Outputs, d_outputs: Outputs) -> BackwardRowTerms:
+    """The row terms of a call, computed by XLA."""
+    lse, d_lse = residuals.lse, d_outputs.lse
+    products = residuals.out.astype(jnp.float32) * d_outputs.out.astype(jnp.float32)
+    delta = jnp.swapaxes(products.sum(-1), 1, 2)
+    visible = lse > -jnp.inf
+    # For a row that sees no key exp2(logits - inf) is 0, whatever the logits.
+    safe_lse = jnp.where(visible, lse * LOG2_E, jnp.inf)
+    if inputs.sinks is None:
+        return BackwardRowTerms(safe_lse, delta - d_lse, jnp.zeros((16,), jnp.float32))
+    share = share_of_keys(lse, inputs.sinks)
+    return BackwardRowTerms(safe_lse, share * delta - d_lse, share)
+
+
+def keys_and_values_backward(
     inputs: Inputs,
     d_out: jax.Array,
-    terms: list[jax.Array],
-    planned: Plan,
-    warps: int,
-    stages: int,
+    terms: BackwardRowTerms,
+    arguments: FlashKernelArguments,
+    config: TritonTileConfig,
     device: Device,
-) -> list[jax.Array]:
-    """Gradients of keys and values; the plan has its map by columns."""
-    mode = planned.mode
-    return launch(
-        d_keys,
-        [*inputs[:3], d_out, *terms, *planned.operands],
+) -> tuple[jax.Array, jax.Array]:
+    """Gradients of keys and values; the block map of the arguments is by key block."""
+    static = arguments.static
+    programs = static.batch * static.kv_heads * static.k_blocks
+    d_key, d_value = launch(
+        dkdv_kernel,
+        [*inputs[:3], d_out, *terms, *arguments.operands],
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (inputs.key, inputs.value)],
-        mode,
-        LaunchConfig(mode.batch * mode.kv_heads * mode.k_blocks, warps, stages),
+        static,
+        LaunchConfig(programs, config.num_warps, config.num_stages),
         device,
     )
+    return d_key, d_value
 
 
-def queries(
+def queries_backward(
     inputs: Inputs,
     d_out: jax.Array,
-    terms: list[jax.Array],
-    planned: Plan,
-    warps: int,
-    stages: int,
+    terms: BackwardRowTerms,
+    arguments: FlashKernelArguments,
+    config: TritonTileConfig,
     device: Device,
-) -> list[jax.Array]:
-    """Gradient of queries and, for each row, the sum of weights times their gradients."""
-    mode = planned.mode
-    return launch(
-        d_queries,
-        [*inputs[:3], d_out, *terms, *planned.operands],
+) -> tuple[jax.Array, jax.Array]:
+    """Gradient of the queries and, with sinks, the sum over keys of weight times its gradient."""
+    static = arguments.static
+    programs = static.batch * static.heads * static.q_blocks
+    d_query, row_dot = launch(
+        dq_kernel,
+        [*inputs[:3], d_out, *terms, *arguments.operands],
         [
             jax.ShapeDtypeStruct(inputs.query.shape, inputs.query.dtype),
-            jax.ShapeDtypeStruct(terms[0].shape if mode.sinks else (16,), jnp.float32),
+            jax.ShapeDtypeStruct(terms.lse.shape if static.sinks else (16,), jnp.float32),
         ],
-        mode,
-        LaunchConfig(mode.batch * mode.heads * mode.q_blocks, warps, stages),
+        static,
+        LaunchConfig(programs, config.num_warps, config.num_stages),
         device,
     )
+    return d_query, row_dot
 
 
 @triton_jit
-def d_keys(
-    query, key, value, d_out, lse, delta, share,
-    rows, columns, table, bias, counters, bounds, index, d_key, d_value,
-    static: tl.constexpr,
+def dkdv_kernel(
+    query: Pointer, key: Pointer, value: Pointer, d_out: Pointer,
+    lse: Pointer, delta: Pointer, key_share: Pointer,
+    q_mask: Pointer, k_mask: Pointer, dense_mask: Pointer, bias: Pointer,
+    dropout_counters: Pointer, block_bounds: Pointer, block_index: Pointer,
+    d_key: Pointer, d_value: Pointer, static: FlashStaticArguments,
 ):  # fmt: skip
     """Gradients of a block of keys and values."""
     program = tl.program_id(0)
@@ -110,16 +147,18 @@ def d_keys(
     )  # fmt: skip
     d_k = tl.full([static.block_k, static.head_width], 0.0, tl.float32)
     d_v = tl.full([static.block_k, static.value_width], 0.0, tl.float32)
-    if static.map_heads:
+    if static.block_map_heads:
         for member in range(group):
-            d_k, d_v = _heads(
+            d_k, d_v = _accumulate_heads(
                 d_k, d_v, k, v, j, batch, kv_head * group + member, query, d_out, lse, delta,
-                share, rows, columns, table, bias, counters, bounds, index, 1, static,
+                key_share, q_mask, k_mask, dense_mask, bias, dropout_counters, block_bounds,
+                block_index, 1, static,
             )  # fmt: skip
     else:
-        d_k, d_v = _heads(
-            d_k, d_v, k, v, j, batch, kv_head * group, query, d_out, lse, delta, share,
-            rows, columns, table, bias, counters, bounds, index, group, static,
+        d_k, d_v = _accumulate_heads(
+            d_k, d_v, k, v, j, batch, kv_head * group, query, d_out, lse, delta,
+            key_share, q_mask, k_mask, dense_mask, bias, dropout_counters, block_bounds,
+            block_index, group, static,
         )  # fmt: skip
     store_rows(
         d_key + k_base, d_k * static.scale, k_start, static.kv_len, k_stride, static.head_dim,
@@ -132,45 +171,55 @@ def d_keys(
 
 
 @triton_jit
-def _heads(
-    d_k, d_v, k, v, j, batch, head, query, d_out, lse, delta, share,
-    rows, columns, table, bias, counters, bounds, index, count: tl.constexpr, static: tl.constexpr,
+def _accumulate_heads(
+    d_k: Tensor, d_v: Tensor, k: Tensor, v: Tensor, j: Scalar, batch: Scalar, head: Scalar,
+    query: Pointer, d_out: Pointer, lse: Pointer, delta: Pointer, key_share: Pointer,
+    q_mask: Pointer, k_mask: Pointer, dense_mask: Pointer, bias: Pointer,
+    dropout_counters: Pointer, block_bounds: Pointer, block_index: Pointer,
+    count: tl.constexpr, static: FlashStaticArguments,
 ):  # fmt: skip
-    """What some heads from `head` on, of one map, add to the gradients of a block of keys.
+    """Add the contributions of `count` query heads from `head` on, which share one block map.
 
-    One loop goes through the blocks of all of them: a loop in a loop would cost registers, and
-    time at the end of each.
+    One loop runs over the blocks of all heads: a nested loop would cost registers, and a prologue
+    and epilogue for each head.
     """
-    first, full_first, full_end, end = walk(j, batch, head, bounds, static)
-    listed = list_at(j, batch, head, index, static)
+    first, full_first, full_end, end = load_block_bounds(j, batch, head, block_bounds, static)
+    block_list = load_block_list(j, batch, head, block_index, static)
     full = full_end - full_first
     for step in range(full * count):
         member = 0 if count == 1 else step // full
-        i = block_at(step - member * full, True, first, full_first, full_end, listed, static)
-        d_k, d_v = _keys_step(
-            d_k, d_v, k, v, i * static.block_q, j * static.block_k, batch, head + member,
-            query, d_out, lse, delta, share, rows, columns, table, bias, counters, False, static,
+        i = visited_block(
+            step - member * full, True, first, full_first, full_end, block_list, static
         )  # fmt: skip
-    if static.masked:
+        d_k, d_v = _dkdv_step(
+            d_k, d_v, k, v, i * static.block_q, j * static.block_k, batch, head + member,
+            query, d_out, lse, delta, key_share, q_mask, k_mask, dense_mask, bias,
+            dropout_counters, False, static,
+        )  # fmt: skip
+    if static.has_partial_blocks:
         partial = full_first - first + end - full_end
         for step in range(partial * count):
             member = 0 if count == 1 else step // partial
-            i = block_at(
-                step - member * partial, False, first, full_first, full_end, listed, static
-            )
-            d_k, d_v = _keys_step(
+            i = visited_block(
+                step - member * partial, False, first, full_first, full_end, block_list, static
+            )  # fmt: skip
+            d_k, d_v = _dkdv_step(
                 d_k, d_v, k, v, i * static.block_q, j * static.block_k, batch, head + member,
-                query, d_out, lse, delta, share, rows, columns, table, bias, counters, True, static,
+                query, d_out, lse, delta, key_share, q_mask, k_mask, dense_mask, bias,
+                dropout_counters, True, static,
             )  # fmt: skip
     return d_k, d_v
 
 
 @triton_jit
-def _keys_step(
-    d_k, d_v, k, v, q_start, k_start, batch, head, query, d_out, lse, delta, share,
-    rows, columns, table, bias, counters, masked: tl.constexpr, static: tl.constexpr,
+def _dkdv_step(
+    d_k: Tensor, d_v: Tensor, k: Tensor, v: Tensor, q_start: Scalar, k_start: Scalar,
+    batch: Scalar, head: Scalar, query: Pointer, d_out: Pointer,
+    lse: Pointer, delta: Pointer, key_share: Pointer,
+    q_mask: Pointer, k_mask: Pointer, dense_mask: Pointer, bias: Pointer,
+    dropout_counters: Pointer, masked: tl.constexpr, static: FlashStaticArguments,
 ):  # fmt: skip
-    """What one block of queries adds to the gradients of a block of keys; tiles are transposed."""
+    """Add the contribution of one block of queries; tiles are transposed."""
     edge: tl.constexpr = masked and static.ragged_queries
     query += head * static.head_dim
     d_out += head * static.value_dim
@@ -183,41 +232,45 @@ def _keys_step(
         d_out, q_start, static.q_len, static.heads * static.value_dim, static.value_dim,
         static.value_width, static.block_q, edge,
     )  # fmt: skip
-    # Of a row that is not there exp2(logits - inf) is 0, whatever the logits.
-    lse = load_numbers(lse + at, q_start, static.q_len, static.block_q, float("inf"))
-    delta = load_numbers(delta + at, q_start, static.q_len, static.block_q, 0.0)
+    # Past the last query lse is inf: exp2(logits - inf) is 0, whatever the logits.
+    row_lse = load_vector(lse + at, q_start, static.q_len, static.block_q, float("inf"))
+    row_delta = load_vector(delta + at, q_start, static.q_len, static.block_q, 0.0)
     if static.sinks:
-        share = load_numbers(share + at, q_start, static.q_len, static.block_q, 0.0)[None, :]
+        key_share = load_vector(key_share + at, q_start, static.q_len, static.block_q, 0.0)[None, :]
     products = tl.dot(k, tl.trans(q), input_precision=static.precision)
     x, weights = tile_weights(
-        products, lse[None, :], q_start, k_start, batch, head, rows, columns, table, bias,
+        products, row_lse[None, :], q_start, k_start, batch, head, q_mask, k_mask, dense_mask, bias,
         masked, static.ragged_keys, static, True,
     )  # fmt: skip
-    # The values first: what they need is then free for the second half.
-    used = tile_used(weights, share, q_start, k_start, batch, head, counters, static, True)
+    # dV first: the registers of its operands are then free for dK.
+    used = apply_dropout_and_sinks(
+        weights, key_share, q_start, k_start, batch, head, dropout_counters, static, True
+    )
     d_v = tl.dot(used.to(d_o.dtype), d_o, d_v, input_precision=static.precision)
     if static.sinks or static.dropout:
         d_weights = tl.dot(v, tl.trans(d_o), input_precision=static.precision)
-        d_weights = tile_used(
-            d_weights, share, q_start, k_start, batch, head, counters, static, True
+        d_weights = apply_dropout_and_sinks(
+            d_weights, key_share, q_start, k_start, batch, head, dropout_counters, static, True
         )
-        d_logits = tile_d_logits(x, weights, d_weights, delta[None, :], static)
+        d_logits = tile_d_logits(x, weights, d_weights, row_delta[None, :], static)
     else:
-        # Summed from -delta on, which so needs no registers beside the sum.
-        less = tl.broadcast_to(-delta[None, :], [static.block_k, static.block_q])
-        d_weights = tl.dot(v, tl.trans(d_o), less, input_precision=static.precision)
+        # The accumulator starts at -delta, which then needs no registers of its own.
+        minus_delta = tl.broadcast_to(-row_delta[None, :], [static.block_k, static.block_q])
+        d_weights = tl.dot(v, tl.trans(d_o), minus_delta, input_precision=static.precision)
         d_logits = tile_d_logits(x, weights, d_weights, 0.0, static)
     d_k = tl.dot(d_logits.to(q.dtype), q, d_k, input_precision=static.precision)
     return d_k, d_v
 
 
 @triton_jit
-def d_queries(
-    query, key, value, d_out, lse, delta, share,
-    rows, columns, table, bias, counters, bounds, index, d_query, taken,
-    static: tl.constexpr,
+def dq_kernel(
+    query: Pointer, key: Pointer, value: Pointer, d_out: Pointer,
+    lse: Pointer, delta: Pointer, key_share: Pointer,
+    q_mask: Pointer, k_mask: Pointer, dense_mask: Pointer, bias: Pointer,
+    dropout_counters: Pointer, block_bounds: Pointer, block_index: Pointer,
+    d_query: Pointer, row_dots: Pointer, static: FlashStaticArguments,
 ):  # fmt: skip
-    """Gradient of a block of queries; with sinks, also what its weights give to them."""
+    """Gradient of a block of queries; with sinks, also the row sums of weights times gradients."""
     program = tl.program_id(0)
     i = static.q_blocks - 1 - program % static.q_blocks
     head = program // static.q_blocks % static.heads
@@ -243,44 +296,50 @@ def d_queries(
         d_out, q_start, static.q_len, o_stride, static.value_dim, static.value_width,
         static.block_q, static.ragged_queries,
     )  # fmt: skip
-    row_lse = load_numbers(lse + at, q_start, static.q_len, static.block_q, float("inf"))[:, None]
-    row_delta = load_numbers(delta + at, q_start, static.q_len, static.block_q, 0.0)[:, None]
+    row_lse = load_vector(lse + at, q_start, static.q_len, static.block_q, float("inf"))[:, None]
+    row_delta = load_vector(delta + at, q_start, static.q_len, static.block_q, 0.0)[:, None]
     row_share = row_delta
     if static.sinks:
-        row_share = load_numbers(share + at, q_start, static.q_len, static.block_q, 0.0)[:, None]
+        row_share = load_vector(key_share + at, q_start, static.q_len, static.block_q, 0.0)
+        row_share = row_share[:, None]
     d_q = tl.full([static.block_q, static.head_width], 0.0, tl.float32)
-    given = tl.full([static.block_q], 0.0, tl.float32)
+    row_dot = tl.full([static.block_q], 0.0, tl.float32)
 
-    first, full_first, full_end, end = walk(i, batch, head, bounds, static)
-    listed = list_at(i, batch, head, index, static)
+    first, full_first, full_end, end = load_block_bounds(i, batch, head, block_bounds, static)
+    block_list = load_block_list(i, batch, head, block_index, static)
     for step in range(full_end - full_first):
-        j = block_at(step, True, first, full_first, full_end, listed, static)
-        d_q, given = _queries_step(
-            d_q, given, q, d_o, row_lse, row_delta, row_share, q_start, j * static.block_k,
-            batch, head, key, value, rows, columns, table, bias, counters, False, static,
+        j = visited_block(step, True, first, full_first, full_end, block_list, static)
+        d_q, row_dot = _dq_step(
+            d_q, row_dot, q, d_o, row_lse, row_delta, row_share, q_start, j * static.block_k,
+            batch, head, key, value, q_mask, k_mask, dense_mask, bias, dropout_counters, False,
+            static,
         )  # fmt: skip
-    if static.masked:
+    if static.has_partial_blocks:
         for step in range(full_first - first + end - full_end):
-            j = block_at(step, False, first, full_first, full_end, listed, static)
-            d_q, given = _queries_step(
-                d_q, given, q, d_o, row_lse, row_delta, row_share, q_start, j * static.block_k,
-                batch, head, key, value, rows, columns, table, bias, counters, True, static,
+            j = visited_block(step, False, first, full_first, full_end, block_list, static)
+            d_q, row_dot = _dq_step(
+                d_q, row_dot, q, d_o, row_lse, row_delta, row_share, q_start, j * static.block_k,
+                batch, head, key, value, q_mask, k_mask, dense_mask, bias, dropout_counters, True,
+                static,
             )  # fmt: skip
     store_rows(
         d_query + q_base, d_q * static.scale, q_start, static.q_len, q_stride, static.head_dim,
         static.head_width, static.block_q,
     )  # fmt: skip
     if static.sinks:
-        here = q_start + tl.arange(0, static.block_q)
-        tl.store(taken + at + here, given, mask=here < static.q_len)
+        index = q_start + tl.arange(0, static.block_q)
+        tl.store(row_dots + at + index, row_dot, mask=index < static.q_len)
 
 
 @triton_jit
-def _queries_step(
-    d_q, given, q, d_o, lse, delta, share, q_start, k_start, batch, head, key, value,
-    rows, columns, table, bias, counters, masked: tl.constexpr, static: tl.constexpr,
+def _dq_step(
+    d_q: Tensor, row_dot: Tensor, q: Tensor, d_o: Tensor,
+    row_lse: Tensor, row_delta: Tensor, row_share: Tensor, q_start: Scalar, k_start: Scalar,
+    batch: Scalar, head: Scalar, key: Pointer, value: Pointer,
+    q_mask: Pointer, k_mask: Pointer, dense_mask: Pointer, bias: Pointer,
+    dropout_counters: Pointer, masked: tl.constexpr, static: FlashStaticArguments,
 ):  # fmt: skip
-    """What one block of keys adds to the gradient of a block of queries."""
+    """Add the contribution of one block of keys."""
     edge: tl.constexpr = masked and static.ragged_keys
     k = load_rows(
         key, k_start, static.kv_len, static.kv_heads * static.head_dim, static.head_dim,
@@ -293,48 +352,14 @@ def _queries_step(
     products = tl.dot(q, tl.trans(k), input_precision=static.precision)
     d_weights = tl.dot(d_o, tl.trans(v), input_precision=static.precision)
     x, weights = tile_weights(
-        products, lse, q_start, k_start, batch, head, rows, columns, table, bias,
+        products, row_lse, q_start, k_start, batch, head, q_mask, k_mask, dense_mask, bias,
         masked, edge, static, False,
     )  # fmt: skip
-    d_weights = tile_used(d_weights, share, q_start, k_start, batch, head, counters, static, False)
-    d_logits = tile_d_logits(x, weights, d_weights, delta, static)
+    d_weights = apply_dropout_and_sinks(
+        d_weights, row_share, q_start, k_start, batch, head, dropout_counters, static, False
+    )
+    d_logits = tile_d_logits(x, weights, d_weights, row_delta, static)
     if static.sinks:
-        given += tl.sum(weights * d_weights, 1)
+        row_dot += tl.sum(weights * d_weights, 1)
     d_q = tl.dot(d_logits.to(k.dtype), k, d_q, input_precision=static.precision)
-    return d_q, given
-
-
-@triton_jit
-def tile_weights(
-    products, lse, q_start, k_start, batch, head, rows, columns, table, bias,
-    masked: tl.constexpr, edge: tl.constexpr, static: tl.constexpr, t: tl.constexpr,
-):  # fmt: skip
-    """Logits of a tile, as `logits` gives them, and its weights before sinks and dropout."""
-    x = logits(products, q_start, k_start, batch, head, bias, edge, static, t)
-    weights = tl.exp2(x * static.factor - lse)
-    if masked:
-        seen = visible(q_start, k_start, batch, head, rows, columns, table, static, t)
-        weights = tl.where(seen, weights, 0.0)
-    return x, weights
-
-
-@triton_jit
-def tile_used(
-    weights, share, q_start, k_start, batch, head, counters, static: tl.constexpr, t: tl.constexpr
-):
-    """Weights after sinks and dropout; or, what is the same, gradients before them."""
-    if static.dropout:
-        keep = kept(q_start, k_start, batch, head, counters, static, t)
-        weights = tl.where(keep, weights * static.grow, 0.0)
-    if static.sinks:
-        weights = weights * share
-    return weights
-
-
-@triton_jit
-def tile_d_logits(x, weights, d_weights, delta, static: tl.constexpr):
-    """Gradients of the products, but for the scale."""
-    d_logits = weights * (d_weights - delta)
-    if static.soft_cap > 0.0:
-        d_logits = d_logits * (1.0 - x * x)  # x is the tanh
-    return d_logits
+    return d_q, row_dot

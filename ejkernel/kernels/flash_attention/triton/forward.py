@@ -1,10 +1,10 @@
 """Forward in Triton: online softmax over blocks of keys (https://arxiv.org/abs/2307.08691).
 
-One program has one block of queries of one head. It first walks the key blocks that it sees whole,
-without a mask, and then those that it sees in part.
+One program computes one block of queries of one head. It first visits the key blocks that are
+fully visible, without a mask, then those that are partially visible.
 """
 
-# Annotations stay text: Triton reads them, and it may not be here.
+# Annotations stay text: Triton reads them, and it may not be installed.
 from __future__ import annotations
 
 from typing import Any
@@ -14,65 +14,60 @@ import jax.numpy as jnp
 from jax.scipy.special import logsumexp
 
 from ejkernel.kernels.common.triton.bridge import LaunchConfig, launch, triton_jit
+from ejkernel.kernels.common.triton.device_types import Pointer, Scalar, Tensor
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
-from ejkernel.kernels.flash_attention.triton.operands import Mode, Plan, plan
+from ejkernel.kernels.flash_attention.triton.configs import TritonTileConfig
+from ejkernel.kernels.flash_attention.triton.operands import (
+    FlashStaticArguments,
+    kernel_arguments,
+)
 from ejkernel.kernels.flash_attention.triton.tile import (
-    block_at,
-    kept,
-    list_at,
+    dropout_keep,
+    load_block_bounds,
+    load_block_list,
     load_rows,
-    logits,
+    mask_tile,
     store_rows,
-    visible,
-    walk,
+    tile_logits,
+    visited_block,
 )
 from ejkernel.ops.platform import Device
 
 tl: Any = None
 
 
-def forward(
-    inputs: Inputs, spec: Spec, block_q: int, block_k: int, warps: int, stages: int, device: Device
-):
-    """Output and log-sum-exp of a call, in blocks of these sizes."""
-    planned = plan(inputs, spec, block_q, block_k)
+def forward(inputs: Inputs, spec: Spec, config: TritonTileConfig, device: Device) -> Outputs:
+    """Output and log-sum-exp of a call."""
+    static, operands = kernel_arguments(inputs, spec, config.block_q, config.block_k)
+    sinks = jnp.zeros((16,), jnp.float32)
+    if inputs.sinks is not None:
+        sinks = logsumexp(inputs.sinks.astype(jnp.float32), axis=-1)
+        sinks = jnp.broadcast_to(sinks, (static.heads,))
+    b, t, n, _ = inputs.query.shape
     out, lse = launch(
-        attend,
-        operands(inputs, planned),
-        results(inputs),
-        planned.mode,
-        LaunchConfig(
-            inputs.query.shape[0] * planned.mode.heads * planned.mode.q_blocks, warps, stages
-        ),
+        forward_kernel,
+        [*inputs[:3], sinks, *operands],
+        [
+            jax.ShapeDtypeStruct((b, t, n, inputs.value.shape[3]), inputs.query.dtype),
+            jax.ShapeDtypeStruct((b, n, t), jnp.float32),
+        ],
+        static,
+        LaunchConfig(b * n * static.q_blocks, config.num_warps, config.num_stages),
         device,
     )
     return Outputs(out, lse)
 
 
-def operands(inputs: Inputs, planned: Plan) -> list[jax.Array]:
-    """What the kernel reads."""
-    sinks = jnp.zeros((16,), jnp.float32)
-    if inputs.sinks is not None:
-        sinks = logsumexp(inputs.sinks.astype(jnp.float32), axis=-1)
-        sinks = jnp.broadcast_to(sinks, (inputs.query.shape[2],))
-    return [*inputs[:3], sinks, *planned.operands]
-
-
-def results(inputs: Inputs) -> list[jax.ShapeDtypeStruct]:
-    """What the kernel writes."""
-    b, t, n, _ = inputs.query.shape
-    out = jax.ShapeDtypeStruct((b, t, n, inputs.value.shape[3]), inputs.query.dtype)
-    return [out, jax.ShapeDtypeStruct((b, n, t), jnp.float32)]
-
-
 @triton_jit
-def attend(
-    query, key, value, sinks, rows, columns, table, bias, counters, bounds, index, out, lse,
-    static: Mode,
+def forward_kernel(
+    query: Pointer, key: Pointer, value: Pointer, sinks: Pointer,
+    q_mask: Pointer, k_mask: Pointer, dense_mask: Pointer, bias: Pointer,
+    dropout_counters: Pointer, block_bounds: Pointer, block_index: Pointer,
+    out: Pointer, lse: Pointer, static: FlashStaticArguments,
 ):  # fmt: skip
     """Output and log-sum-exp of a block of queries."""
     program = tl.program_id(0)
-    # The longest rows of a causal mask first, so that the last programs to start are short ones.
+    # Under a causal mask the last query blocks take longest: they start first.
     i = static.q_blocks - 1 - program % static.q_blocks
     head = program // static.q_blocks % static.heads
     batch = program // (static.q_blocks * static.heads)
@@ -93,91 +88,77 @@ def attend(
         query, q_start, static.q_len, q_stride, static.head_dim, static.head_width, static.block_q,
         static.ragged_queries,
     )  # fmt: skip
-    total = tl.full([static.block_q, static.value_width], 0.0, tl.float32)
-    # The peak starts at a finite number: -inf less than that is still -inf, not NaN.
-    peak = tl.full([static.block_q], -3.4028234663852886e38, tl.float32)
-    mass = tl.full([static.block_q], 0.0, tl.float32)
+    acc = tl.full([static.block_q, static.value_width], 0.0, tl.float32)
+    # The running max starts at a finite number: -inf minus it is -inf, not NaN.
+    row_max = tl.full([static.block_q], static.float32_min, tl.float32)
+    row_sum = tl.full([static.block_q], 0.0, tl.float32)
 
-    first, full_first, full_end, end = walk(i, batch, head, bounds, static)
-    listed = list_at(i, batch, head, index, static)
+    first, full_first, full_end, end = load_block_bounds(i, batch, head, block_bounds, static)
+    block_list = load_block_list(i, batch, head, block_index, static)
     for step in range(full_end - full_first):
-        j = block_at(step, True, first, full_first, full_end, listed, static)
-        total, peak, mass = _step(
-            total, peak, mass, q, q_start, j * static.block_k, batch, head, key, value,
-            rows, columns, table, bias, counters, False, static,
+        j = visited_block(step, True, first, full_first, full_end, block_list, static)
+        acc, row_max, row_sum = _forward_step(
+            acc, row_max, row_sum, q, q_start, j * static.block_k, batch, head, key, value,
+            q_mask, k_mask, dense_mask, bias, dropout_counters, False, static,
         )  # fmt: skip
-    if static.masked:
+    if static.has_partial_blocks:
         for step in range(full_first - first + end - full_end):
-            j = block_at(step, False, first, full_first, full_end, listed, static)
-            total, peak, mass = _step(
-                total, peak, mass, q, q_start, j * static.block_k, batch, head, key, value,
-                rows, columns, table, bias, counters, True, static,
+            j = visited_block(step, False, first, full_first, full_end, block_list, static)
+            acc, row_max, row_sum = _forward_step(
+                acc, row_max, row_sum, q, q_start, j * static.block_k, batch, head, key, value,
+                q_mask, k_mask, dense_mask, bias, dropout_counters, True, static,
             )  # fmt: skip
 
-    seen = mass > 0.0
-    whole = mass
+    visible = row_sum > 0.0
+    denominator = row_sum
     if static.sinks:
-        whole += tl.exp2(tl.load(sinks + head) * 1.4426950408889634 - peak)
-    whole = tl.where(seen, whole, 1.0)
+        denominator += tl.exp2(tl.load(sinks + head) * static.log2_e - row_max)
+    denominator = tl.where(visible, denominator, 1.0)
     if static.dropout:
-        total = total * static.grow
-    total = total / whole[:, None]
+        acc = acc * static.dropout_scale
+    acc = acc / denominator[:, None]
     store_rows(
-        out,
-        total,
-        q_start,
-        static.q_len,
-        o_stride,
-        static.value_dim,
-        static.value_width,
+        out, acc, q_start, static.q_len, o_stride, static.value_dim, static.value_width,
         static.block_q,
-    )
-    natural = (peak + tl.log2(tl.where(seen, mass, 1.0))) * 0.6931471805599453
+    )  # fmt: skip
+    natural = (row_max + tl.log2(tl.where(visible, row_sum, 1.0))) * static.ln_2
     at = q_start + tl.arange(0, static.block_q)
-    tl.store(lse + at, tl.where(seen, natural, float("-inf")), mask=at < static.q_len)
+    tl.store(lse + at, tl.where(visible, natural, float("-inf")), mask=at < static.q_len)
 
 
 @triton_jit
-def _step(
-    total, peak, mass, q, q_start, k_start, batch, head, key, value,
-    rows, columns, table, bias, counters, masked: tl.constexpr, static: tl.constexpr,
+def _forward_step(
+    acc: Tensor, row_max: Tensor, row_sum: Tensor, q: Tensor, q_start: Scalar, k_start: Scalar,
+    batch: Scalar, head: Scalar, key: Pointer, value: Pointer, q_mask: Pointer, k_mask: Pointer,
+    dense_mask: Pointer, bias: Pointer, dropout_counters: Pointer, masked: tl.constexpr,
+    static: FlashStaticArguments,
 ):  # fmt: skip
-    """The softmax so far, with one more block of keys."""
+    """The running softmax after one more block of keys."""
     k_stride: tl.constexpr = static.kv_heads * static.head_dim
     v_stride: tl.constexpr = static.kv_heads * static.value_dim
     edge: tl.constexpr = masked and static.ragged_keys
     k = load_rows(
-        key,
-        k_start,
-        static.kv_len,
-        k_stride,
-        static.head_dim,
-        static.head_width,
-        static.block_k,
+        key, k_start, static.kv_len, k_stride, static.head_dim, static.head_width, static.block_k,
         edge,
-    )
+    )  # fmt: skip
     x = tl.dot(q, tl.trans(k), input_precision=static.precision)
-    x = logits(x, q_start, k_start, batch, head, bias, edge, static, False)
+    x = tile_logits(x, q_start, k_start, batch, head, bias, edge, static, False)
     if masked:
-        seen = visible(q_start, k_start, batch, head, rows, columns, table, static, False)
-        x = tl.where(seen, x, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(x, 1) * static.factor)
-    weights = tl.exp2(x * static.factor - new_peak[:, None])
-    shrink = tl.exp2(peak - new_peak)
-    mass = mass * shrink + tl.sum(weights, 1)
+        visible = mask_tile(
+            q_start, k_start, batch, head, q_mask, k_mask, dense_mask, static, False
+        )  # fmt: skip
+        x = tl.where(visible, x, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(x, 1) * static.exp2_scale)
+    weights = tl.exp2(x * static.exp2_scale - new_max[:, None])
+    alpha = tl.exp2(row_max - new_max)
+    row_sum = row_sum * alpha + tl.sum(weights, 1)
     if static.dropout:
-        keep = kept(q_start, k_start, batch, head, counters, static, False)
+        keep = dropout_keep(q_start, k_start, batch, head, dropout_counters, static, False)
         weights = tl.where(keep, weights, 0.0)
     v = load_rows(
-        value,
-        k_start,
-        static.kv_len,
-        v_stride,
-        static.value_dim,
-        static.value_width,
-        static.block_k,
-        edge,
-    )
-    total = total * shrink[:, None]
-    total = tl.dot(weights.to(v.dtype), v, total, input_precision=static.precision)
-    return total, new_peak, mass
+        value, k_start, static.kv_len, v_stride, static.value_dim, static.value_width,
+        static.block_k, edge,
+    )  # fmt: skip
+    acc = acc * alpha[:, None]
+    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=static.precision)
+    return acc, new_max, row_sum

@@ -1,22 +1,23 @@
-"""A call in the form in which the Triton kernels take it: static facts, and arrays of numbers.
+"""Arguments of the Triton kernels: static arguments, mask operands, block lists.
 
-Of a mask the kernels know three things. A *clause* holds where `low[q] <= k <= high[q]` and some
-marks of q equal those of k: bands, chunks, lengths, segments and token types are of that form, and
-so is every conjunction of them; of a disjunction each member is a clause. A *table* has an entry
-for each pair, or for each block of pairs. And the *map* says which tiles to visit at all.
+The kernels evaluate a mask in three parts. A *conjunction* holds where `low[q] <= k <= high[q]` and
+some ids of q equal those of k. Bands, chunks, lengths, segments and token types are of that form,
+and so is every conjunction of them; a disjunction becomes several conjunctions. A *dense mask* has
+an entry for each pair, or for each block of pairs. The *block map* says which tiles to visit.
 """
 
 import contextlib
 import dataclasses
 import itertools
-import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from ejkernel.kernels.common import dropout
-from ejkernel.kernels.common.triton.bridge import matmul_precision
+from ejkernel.kernels.common.constants import LOG2_E
+from ejkernel.kernels.common.triton.bridge import matmul_precision, padded_size
 from ejkernel.kernels.common.triton.device_types import StaticArguments
 from ejkernel.kernels.flash_attention.inputs import Inputs, Spec
 from ejkernel.types.block_map import EMPTY, FULL, block_map
@@ -36,14 +37,13 @@ from ejkernel.types.rules import (
     TokenTypes,
 )
 
-_MOST_CLAUSES = 6  # a mask of more becomes a table
+_MAX_CONJUNCTIONS = 6  # a mask of more becomes dense
 _INTERVALS = (Band, Chunks, KeyLength, QueryLength)
-_LOG2_E = math.log2(math.e)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Mode(StaticArguments):
-    """All that is static of a launch; what is counted or asked for stands as a number."""
+class FlashStaticArguments(StaticArguments):
+    """Compile-time constants of a launch."""
 
     batch: int
     q_len: int
@@ -52,85 +52,90 @@ class Mode(StaticArguments):
     kv_heads: int
     head_dim: int
     value_dim: int
-    head_width: int  # head_dim, rounded up to what a tile can have
+    head_width: int  # head_dim, padded to a tile
     value_width: int
     block_q: int
     block_k: int
     q_blocks: int
     k_blocks: int
-    ragged_queries: int
+    ragged_queries: int  # 1 where q_len is no multiple of block_q
     ragged_keys: int
     precision: str
     scale: float
-    plain: bool  # neither bias nor soft cap: the logits are products times a positive factor
-    factor: float  # of the logits in base 2, over what `logits` gives
+    plain: bool  # neither bias nor soft cap, and scale > 0: the logits are scaled products
+    exp2_scale: float  # logits in base 2, divided by what `tile_logits` gives
     soft_cap: float
     sinks: bool
     dropout: bool
-    threshold: int
-    grow: float  # what dropout multiplies the weights that it keeps by
+    dropout_threshold: int
+    dropout_scale: float  # of the weights that dropout keeps
     bias: bool
     bias_batch: int
     bias_heads: int
     bias_rows: int
     bias_width: int
-    columns: bool  # the map lists the query blocks of each key block, not the other way round
-    map_lists: bool
-    map_batched: bool
-    map_heads: bool
-    masked: bool  # a full tile is not all there is
-    clauses: int
+    by_key_block: bool  # the block map has the query blocks of each key block
+    block_lists: bool  # the visited blocks are a list, not a range
+    block_map_batched: bool
+    block_map_heads: bool
+    has_partial_blocks: bool  # some blocks may need a mask
+    conjunctions: int
     has_low: int
     has_high: int
-    matches: int
-    row_marks: int
-    column_marks: int
-    marks_batched: bool
-    table: bool
-    table_indexed: bool
-    table_batched: bool
-    table_heads: int
-    table_rows: int
-    table_width: int
+    id_pairs: int  # of a conjunction
+    q_mask_rows: int
+    k_mask_rows: int
+    mask_batched: bool
+    dense_mask: bool
+    dense_mask_blocks: bool  # it has an entry for each block of pairs
+    dense_mask_batched: bool
+    dense_mask_heads: int
+    dense_mask_rows: int
+    dense_mask_width: int
 
 
-class Operands(NamedTuple):
-    """The arrays behind a mode, in the order in which every kernel takes them."""
+class FlashOperands(NamedTuple):
+    """Arrays that every kernel takes, in this order."""
 
-    rows: Any  # [#b, row_marks, t]
-    columns: Any  # [#b, column_marks, s]
-    table: Any  # [#b, #n, rows, width]
-    bias: Any  # [#b, #n, #t, #s]
-    counters: Any  # seed, head indices, batch indices
-    bounds: Any  # [#b, #n, lines, 4]
-    index: Any  # [#b, #n, lines, blocks]
-
-
-class Plan(NamedTuple):
-    """A launch of a call in blocks of some sizes."""
-
-    mode: Mode
-    operands: Operands
+    q_mask: jax.Array  # [#b, q_mask_rows, t]: of each conjunction low, high, ids
+    k_mask: jax.Array  # [#b, k_mask_rows, s]: of each conjunction ids
+    dense_mask: jax.Array  # [#b, #n, dense_mask_rows, dense_mask_width]
+    bias: jax.Array  # [#b, #n, #t, #s]
+    dropout_counters: jax.Array  # seed, head indices, batch indices
+    block_bounds: jax.Array  # [#b, #n, blocks, 4]: first, first full, end of the full ones, end
+    block_index: jax.Array  # [#b, #n, blocks, other blocks]
 
 
-def plan(inputs: Inputs, spec: Spec, block_q: int, block_k: int, columns: bool = False) -> Plan:
-    """The plan of a call, with its map by query blocks or by key blocks (`columns`)."""
+class FlashKernelArguments(NamedTuple):
+    """Arguments of a launch beside query, key, value and the tensors of one kernel."""
+
+    static: FlashStaticArguments
+    operands: FlashOperands
+
+
+def kernel_arguments(
+    inputs: Inputs, spec: Spec, block_q: int, block_k: int, by_key_block: bool = False
+) -> FlashKernelArguments:
+    """The arguments for tiles of this shape; the block map is by query block or by key block."""
     rule = inputs.mask or Everything()
-    # A mask without arrays is known now: what follows from it is a constant of the program.
-    static = not jax.tree.leaves(rule)
-    with jax.ensure_compile_time_eval() if static else contextlib.nullcontext():
-        mask, arrays = _mask(rule, inputs.query.shape[1], inputs.key.shape[1])
-        walk, lists = _map(rule, inputs, block_q, block_k, columns)
-    nothing = jnp.zeros((16,), jnp.int32)  # stands for what a kernel does not read
-    given = {"bias": inputs.bias, "counters": _counters(inputs), **arrays, **lists}
-    operands = (given.get(name) for name in Operands._fields)
-    mode = Mode(**_geometry(inputs, block_q, block_k), **_weights(inputs, spec), **mask, **walk)
-    return Plan(mode, Operands(*(nothing if x is None else x for x in operands)))
-
-
-def padded(dim: int) -> int:
-    """The width of a tile that holds `dim` columns."""
-    return max(16, 1 << (dim - 1).bit_length())
+    # A mask without arrays is known at trace time: its operands are constants of the program.
+    constant = not jax.tree.leaves(rule)
+    with jax.ensure_compile_time_eval() if constant else contextlib.nullcontext():
+        mask, mask_arrays = _mask(rule, inputs.query.shape[1], inputs.key.shape[1])
+        blocks, block_arrays = _block_map(rule, inputs, block_q, block_k, by_key_block)
+    unused = jnp.zeros((16,), jnp.int32)
+    given = {
+        "bias": inputs.bias,
+        "dropout_counters": _dropout_counters(inputs),
+        **mask_arrays,
+        **block_arrays,
+    }
+    arrays = (given.get(name) for name in FlashOperands._fields)
+    static = FlashStaticArguments(
+        **_geometry(inputs, block_q, block_k), **_softmax(inputs, spec), **mask, **blocks
+    )
+    operands = FlashOperands(*(unused if x is None else x for x in arrays))
+    return FlashKernelArguments(static, operands)
 
 
 def _geometry(inputs: Inputs, block_q: int, block_k: int) -> dict[str, Any]:
@@ -144,8 +149,8 @@ def _geometry(inputs: Inputs, block_q: int, block_k: int) -> dict[str, Any]:
         "kv_heads": inputs.key.shape[2],
         "head_dim": head_dim,
         "value_dim": value_dim,
-        "head_width": padded(head_dim),
-        "value_width": padded(value_dim),
+        "head_width": padded_size(head_dim),
+        "value_width": padded_size(value_dim),
         "block_q": block_q,
         "block_k": block_k,
         "q_blocks": -(-q_len // block_q),
@@ -156,154 +161,171 @@ def _geometry(inputs: Inputs, block_q: int, block_k: int) -> dict[str, Any]:
     }
 
 
-def _weights(inputs: Inputs, spec: Spec) -> dict[str, Any]:
-    """How products become weights."""
+def _softmax(inputs: Inputs, spec: Spec) -> dict[str, Any]:
+    """From products to weights: scale, bias, soft cap, sinks, dropout."""
     cap = spec.logits_soft_cap or 0.0
     plain = inputs.bias is None and not cap and spec.softmax_scale > 0
     bias = (0, 0, 0, 0) if inputs.bias is None else inputs.bias.shape
     return {
         "scale": spec.softmax_scale,
         "plain": plain,
-        "factor": (cap or (spec.softmax_scale if plain else 1.0)) * _LOG2_E,
+        "exp2_scale": (cap or (spec.softmax_scale if plain else 1.0)) * LOG2_E,
         "soft_cap": cap,
         "sinks": inputs.sinks is not None,
         "dropout": inputs.dropout is not None,
-        "threshold": dropout.threshold(spec.dropout_prob),
-        "grow": 1.0 / (1.0 - spec.dropout_prob),
+        "dropout_threshold": dropout.threshold(spec.dropout_prob),
+        "dropout_scale": 1.0 / (1.0 - spec.dropout_prob),
         "bias": inputs.bias is not None,
         **dict(zip(("bias_batch", "bias_heads", "bias_rows", "bias_width"), bias, strict=True)),
     }
 
 
-def _counters(inputs: Inputs) -> jax.Array | None:
+def _dropout_counters(inputs: Inputs) -> jax.Array | None:
     if inputs.dropout is None:
         return None
     seed, batch, head = map(_as_int32, inputs.dropout)
     return jnp.concatenate([seed.reshape(1), head, batch])
 
 
-def _as_int32(x: Any) -> jax.Array:
+def _as_int32(x: ArrayLike) -> jax.Array:
     """The low 32 bits, whatever the sign."""
     x = jnp.asarray(x)
     return x if x.dtype == jnp.int32 else jax.lax.bitcast_convert_type(x.astype("uint32"), "int32")
 
 
-def _map(
-    rule: Rule, inputs: Inputs, block_q: int, block_k: int, columns: bool
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Which tiles are visited, and which of them need no mask."""
+_Static = dict[str, Any]  # fields of FlashStaticArguments
+_Arrays = dict[str, jax.Array | None]  # fields of FlashOperands
+
+
+def _block_map(
+    rule: Rule, inputs: Inputs, block_q: int, block_k: int, by_key_block: bool
+) -> tuple[_Static, _Arrays]:
+    """The blocks that are visited for each block, and which of them are fully visible."""
     q_len, kv_len = inputs.query.shape[1], inputs.key.shape[1]
-    lists = not (rule.contiguous_columns if columns else rule.contiguous)
+    lists = not (rule.contiguous_columns if by_key_block else rule.contiguous)
     state = block_map(rule, q_len, kv_len, block_q, block_k).state
-    if columns:
+    if by_key_block:
         state = state.swapaxes(2, 3)
     some, full = state != EMPTY, state == FULL
-    # The last block may pass the end of the queries, or of the keys: it counts as seen in part.
-    ragged = bool(q_len % block_q if columns else kv_len % block_k)
+    # The last block may pass the end of the queries, or of the keys: it counts as partial.
+    ragged = bool(q_len % block_q if by_key_block else kv_len % block_k)
     if ragged:
         full = full & (jnp.arange(full.shape[3]) < full.shape[3] - 1)
-    facts = {
-        "columns": columns,
-        "map_lists": lists,
-        "map_batched": state.shape[0] > 1,
-        "map_heads": state.shape[1] > 1,
-        "masked": ragged or not isinstance(rule, Everything),
+    static = {
+        "by_key_block": by_key_block,
+        "block_lists": lists,
+        "block_map_batched": state.shape[0] > 1,
+        "block_map_heads": state.shape[1] > 1,
+        "has_partial_blocks": ragged or not isinstance(rule, Everything),
     }
     if lists:
-        return facts, _lists(some, full)
+        return static, _lists(some, full)
     first, end = _range(some)
     full_first, full_end = _range(full)
-    # Of a line without full blocks all are partial, to the right of nothing.
+    # Without full blocks the partial ones all lie to the right of an empty full range.
     none = full_first == full_end
     full_first, full_end = (jnp.where(none, first, x) for x in (full_first, full_end))
-    return facts, {"bounds": jnp.stack([first, full_first, full_end, end], -1)}
+    return static, {"block_bounds": jnp.stack([first, full_first, full_end, end], -1)}
 
 
 def _range(active: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Where the active blocks of a line begin and end; (0, 0) without any."""
+    """The first active block on the last axis and the end of them; (0, 0) without any."""
     size = active.shape[-1]
     position = jnp.arange(size, dtype=jnp.int32)
     end = jnp.where(active, position + 1, 0).max(-1)
     return jnp.where(end > 0, jnp.where(active, position, size).min(-1), 0), end
 
 
-def _lists(some: jax.Array, full: jax.Array) -> dict[str, jax.Array]:
-    """The active blocks of each line, the full ones first."""
+def _lists(some: jax.Array, full: jax.Array) -> _Arrays:
+    """The active blocks on the last axis, the full ones first."""
     size = some.shape[-1]
     position = jnp.arange(size, dtype=jnp.int32)
     rank = jnp.where(full, position, jnp.where(some, size + position, 2 * size))
     count = lambda x: x.sum(-1, dtype=jnp.int32)
     bounds = [jnp.zeros_like(count(full)), jnp.zeros_like(count(full)), count(full), count(some)]
-    return {"bounds": jnp.stack(bounds, -1), "index": jax.lax.sort(rank, dimension=3) % size}
+    return {
+        "block_bounds": jnp.stack(bounds, -1),
+        "block_index": jax.lax.sort(rank, dimension=3) % size,
+    }
 
 
-def _mask(rule: Rule, q_len: int, kv_len: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The clauses and the table of a mask."""
-    tables = [part for part in rule.parts() if isinstance(part, Dense | Blocks)]
-    others = And(tuple(part for part in rule.parts() if part not in tables))
-    clauses = _clauses(others)
-    if clauses is None:
-        clauses, tables = [()], [Dense(_four(rule.dense(q_len, kv_len)))]
-    elif len(tables) > 1:
-        tables = [Dense(_four(And(tuple(tables)).dense(q_len, kv_len)))]
-    if clauses == [()]:
-        clauses = []
-    intervals = [_interval(clause, q_len) for clause in clauses]
-    matches = [[part for part in one if not isinstance(part, _INTERVALS)] for one in clauses]
+def _mask(rule: Rule, q_len: int, kv_len: int) -> tuple[_Static, _Arrays]:
+    """The conjunctions and the dense part of a mask."""
+    dense = [part for part in rule.parts() if isinstance(part, Dense | Blocks)]
+    others = And(tuple(part for part in rule.parts() if part not in dense))
+    conjunctions = _conjunctions(others)
+    if conjunctions is None:
+        conjunctions, dense = [()], [Dense(_four_axes(rule.dense(q_len, kv_len)))]
+    elif len(dense) > 1:
+        dense = [Dense(_four_axes(And(tuple(dense)).dense(q_len, kv_len)))]
+    if conjunctions == [()]:
+        conjunctions = []
+    intervals = [_interval(rules, q_len) for rules in conjunctions]
+    id_rules = [[x for x in rules if not isinstance(x, _INTERVALS)] for rules in conjunctions]
     has_low, has_high = (any(one[side] is not None for one in intervals) for side in (0, 1))
-    most = max(map(len, matches), default=0)
-    rows, columns = [], []
-    for (low, high), matched in zip(intervals, matches, strict=True):
+    id_pairs = max(map(len, id_rules), default=0)
+    q_rows, k_rows = [], []
+    for (low, high), rules in zip(intervals, id_rules, strict=True):
         if has_low:
-            rows.append(jnp.full((1, q_len), -LARGE, jnp.int32) if low is None else low)
+            q_rows.append(jnp.full((1, q_len), -LARGE, jnp.int32) if low is None else low)
         if has_high:
-            rows.append(jnp.full((1, q_len), LARGE, jnp.int32) if high is None else high)
-        for part in [*matched, *[None] * (most - len(matched))]:
+            q_rows.append(jnp.full((1, q_len), LARGE, jnp.int32) if high is None else high)
+        for part in [*rules, *[None] * (id_pairs - len(rules))]:
             query, key = (jnp.zeros((1,)), jnp.zeros((1,))) if part is None else part.id_pair()
-            rows.append(_two(query, q_len))
-            columns.append(_two(key, kv_len))
-    facts: dict[str, Any] = {
-        "clauses": len(clauses),
+            q_rows.append(_two_axes(query, q_len))
+            k_rows.append(_two_axes(key, kv_len))
+    static: _Static = {
+        "conjunctions": len(conjunctions),
         "has_low": int(has_low),
         "has_high": int(has_high),
-        "matches": most,
+        "id_pairs": id_pairs,
     }
-    table, described = _table(tables[0] if tables else None, q_len, kv_len, rows, columns)
-    facts |= described | {"row_marks": len(rows), "column_marks": len(columns)}
-    batch = max((x.shape[0] for x in (*rows, *columns)), default=1)
-    facts["marks_batched"] = batch > 1
-    stacked = lambda marks: (
-        jnp.stack([jnp.broadcast_to(x, (batch, x.shape[1])) for x in marks], 1) if marks else None
+    dense_mask, dense_static = _dense_mask(dense[0] if dense else None, q_len, kv_len)
+    static |= dense_static
+    if dense and isinstance(dense[0], Blocks):
+        # The last rows: the block of each query and of each key.
+        q_index, k_index = _block_positions(dense[0], q_len, kv_len, static)
+        q_rows.append(q_index)
+        k_rows.append(k_index)
+    batch = max((x.shape[0] for x in (*q_rows, *k_rows)), default=1)
+    static |= {
+        "q_mask_rows": len(q_rows),
+        "k_mask_rows": len(k_rows),
+        "mask_batched": batch > 1,
+    }
+    stacked = lambda rows: (
+        jnp.stack([jnp.broadcast_to(x, (batch, x.shape[1])) for x in rows], 1) if rows else None
     )
-    return facts, {"rows": stacked(rows), "columns": stacked(columns), "table": table}
+    arrays = {"q_mask": stacked(q_rows), "k_mask": stacked(k_rows), "dense_mask": dense_mask}
+    return static, arrays
 
 
-def _clauses(rule: Rule) -> list[tuple[Rule, ...]] | None:
-    """The rule as a disjunction of conjunctions; None when it is not of that form, or too long."""
+def _conjunctions(rule: Rule) -> list[tuple[Rule, ...]] | None:
+    """The rule as a disjunction of conjunctions; None when it has no such form, or a long one."""
     if isinstance(rule, Everything):
         return [()]
     if isinstance(rule, (*_INTERVALS, Segments, TokenTypes)):
         return [(rule,)]
     if not isinstance(rule, And | Or):
         return None
-    parts = [_clauses(part) for part in rule.rules]
+    parts = [_conjunctions(part) for part in rule.rules]
     if any(part is None for part in parts):
         return None
     known = [part for part in parts if part is not None]
     if isinstance(rule, Or):
-        clauses = [clause for part in known for clause in part]
+        found = [conjunction for part in known for conjunction in part]
     else:
-        clauses = [tuple(itertools.chain(*one)) for one in itertools.product(*known)]
-    return clauses if 0 < len(clauses) <= _MOST_CLAUSES else None
+        found = [tuple(itertools.chain(*one)) for one in itertools.product(*known)]
+    return found if 0 < len(found) <= _MAX_CONJUNCTIONS else None
 
 
-def _interval(clause: tuple[Rule, ...], q_len: int) -> tuple[Any, Any]:
+def _interval(rules: tuple[Rule, ...], q_len: int) -> tuple[jax.Array | None, jax.Array | None]:
     """The first and the last key that each query may see, [#b, t]; None where there is no bound."""
     lows, highs = [], []
     query = jnp.arange(q_len, dtype=jnp.int32)[None]
-    for rule in clause:
+    for rule in rules:
         if isinstance(rule, Band):
-            at = query if rule.q_positions is None else _two(rule.q_positions, q_len)
+            at = query if rule.q_positions is None else _two_axes(rule.q_positions, q_len)
             lows += [] if rule.low is None else [at + _row(bounded(rule.low))]
             highs += [] if rule.high is None else [at + _row(bounded(rule.high))]
         elif isinstance(rule, Chunks):
@@ -323,38 +345,44 @@ def _interval(clause: tuple[Rule, ...], q_len: int) -> tuple[Any, Any]:
     return low, high
 
 
-def _table(
-    rule: Any, q_len: int, kv_len: int, rows: list, columns: list
-) -> tuple[Any, dict[str, Any]]:
-    """The table of a mask, and where in it each query and key looks, as marks after the others."""
-    names = ("table_batched", "table_heads", "table_rows", "table_width")
+def _dense_mask(
+    rule: Dense | Blocks | None, q_len: int, kv_len: int
+) -> tuple[jax.Array | None, _Static]:
+    """The dense part of a mask, [#b, #n, rows, width]."""
+    names = ("dense_mask_batched", "dense_mask_heads", "dense_mask_rows", "dense_mask_width")
     if rule is None:
-        facts = dict(zip(names, (False, 0, 0, 0), strict=True))
-        return None, facts | {"table": False, "table_indexed": False}
-    table = _four(rule.mask).astype(jnp.int8)
-    batch, heads, height, width = table.shape
-    facts = dict(zip(names, (batch > 1, heads, height, width), strict=True))
-    indexed = isinstance(rule, Blocks)
-    if indexed:
-        for marks, length, start, block, most in (
-            (rows, q_len, rule.q_start, rule.block_q, height),
-            (columns, kv_len, rule.k_start, rule.block_k, width),
-        ):
-            position = jnp.arange(length, dtype=jnp.int32)[None] + _row(start)
-            marks.append(jnp.clip(position // block, 0, most - 1))
-    return table, facts | {"table": True, "table_indexed": indexed}
+        static = dict(zip(names, (False, 0, 0, 0), strict=True))
+        return None, {"dense_mask": False, "dense_mask_blocks": False, **static}
+    mask = _four_axes(rule.mask).astype(jnp.int8)
+    batch, heads, rows, width = mask.shape
+    static = dict(zip(names, (batch > 1, heads, rows, width), strict=True))
+    return mask, {"dense_mask": True, "dense_mask_blocks": isinstance(rule, Blocks), **static}
 
 
-def _row(number: Any) -> Any:
-    """A number against [b, length]; an array has one entry for each batch row."""
+def _block_positions(
+    rule: Blocks, q_len: int, kv_len: int, static: _Static
+) -> tuple[jax.Array, jax.Array]:
+    """The row of a block mask for each query, and its column for each key."""
+    found = []
+    for length, start, block, size in (
+        (q_len, rule.q_start, rule.block_q, static["dense_mask_rows"]),
+        (kv_len, rule.k_start, rule.block_k, static["dense_mask_width"]),
+    ):
+        position = jnp.arange(length, dtype=jnp.int32)[None] + _row(start)
+        found.append(jnp.clip(position // block, 0, size - 1))
+    return found[0], found[1]
+
+
+def _row(number: ArrayLike) -> int | jax.Array:
+    """A number to combine with [b, length]; an array has one entry for each batch row."""
     return number if isinstance(number, int) else jnp.reshape(number, (-1, 1)).astype(jnp.int32)
 
 
-def _two(marks: jax.Array, length: int) -> jax.Array:
+def _two_axes(values: jax.Array, length: int) -> jax.Array:
     """[length], [b, length] or one number as [b, length]."""
-    marks = jnp.atleast_2d(marks).astype(jnp.int32)
-    return jnp.broadcast_to(marks, (marks.shape[0], length))
+    values = jnp.atleast_2d(values).astype(jnp.int32)
+    return jnp.broadcast_to(values, (values.shape[0], length))
 
 
-def _four(mask: jax.Array) -> jax.Array:
+def _four_axes(mask: jax.Array) -> jax.Array:
     return mask if mask.ndim == 4 else mask[None]
