@@ -49,3 +49,25 @@ def sample(inputs: Inputs, drawn: Inputs, spec: Spec) -> Inputs:
     if inputs.mask is None or drawn.mask is None:
         return drawn
     return drawn._replace(mask=visible(inputs.mask, drawn.mask))
+
+
+# What a fused kernel supports beyond the plain call if it supports everything.
+KERNEL_FEATURES = frozenset(
+    {
+        "causal",
+        "window",
+        "positions",
+        "segments",
+        "token_types",
+        "chunks",
+        "lengths",
+        "blocks",
+        "mask",
+        "union",
+        "bias",
+        "sinks",
+        "dropout",
+        "dropout_prob",
+        "logits_soft_cap",
+    }
+)

@@ -100,19 +100,21 @@ def grouped_matmul(
     existing = _existing(existing_out, (count, columns), spec.output_dtype(call))
     if 0 in (*rows.shape, *weights.shape):
         return _filled(jnp.zeros((count, columns), spec.output_dtype(call)), call, existing)
-    request = Request(platform, cfg, mesh, as_specs(in_specs), as_specs(out_specs))
+    request = Request(platform, cfg, mesh, in_specs, out_specs)
     if mesh is not None:
-        return _over_mesh(call, spec, existing, request)
+        return _over_mesh(call, spec, existing, as_specs(in_specs), request)
     return executor.run(OP, call._replace(existing_out=existing), spec, request).out
 
 
-def _over_mesh(call: Inputs, spec: Spec, existing: jax.Array | None, request: Request) -> jax.Array:
+def _over_mesh(
+    call: Inputs, spec: Spec, existing: jax.Array | None, specs: Specs, request: Request
+) -> jax.Array:
     """The call split over a mesh, with explicit group numbers so that each shard knows its own.
 
     `existing_out` is added after the sum over shards, which would otherwise count it several times.
     Partial sums over k stay in float32 until they are added.
     """
-    dtype, specs = spec.output_dtype(call), request.in_specs
+    dtype = spec.output_dtype(call)
     if call.groups is None:
         call = call._replace(groups=np.arange(call.weights.shape[0], dtype=np.int32))
     if call.group_sizes is not None:

@@ -1,7 +1,5 @@
 """The call: what it takes, what it means, how it becomes `Inputs` and `Spec`."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -66,13 +64,13 @@ def mean_pooling(
     x = as_array("mean_pooling", "x", x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"mean_pooling: x must be floating point, got {x.dtype}.")
-    request = Request(platform, cfg, mesh, as_specs(in_specs), as_specs(out_specs))
+    specs, result_specs = as_specs(in_specs), as_specs(out_specs)
     if cu_seqlens is None:
         inputs = _padded(x, attention_mask)
-        request = dataclasses.replace(request, out_specs=_with_sequence_axis(request.out_specs))
+        result_specs = _with_sequence_axis(result_specs)
     else:
-        inputs, specs = _packed(x, attention_mask, cu_seqlens, request.in_specs)
-        request = dataclasses.replace(request, in_specs=specs)
+        inputs, specs = _packed(x, attention_mask, cu_seqlens, specs)
+    request = Request(platform, cfg, mesh, specs, result_specs)
     if 0 in x.shape:
         sequences = x.shape[0] if inputs.cu_seqlens is None else inputs.cu_seqlens.shape[0] - 1
         return jnp.zeros((sequences, x.shape[-1]), x.dtype)

@@ -7,7 +7,7 @@ import jax
 from jax.typing import DTypeLike
 
 from ejkernel.kernels.common.mosaic_tpu.memory import vmem_limit
-from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
+from ejkernel.kernels.flash_attention.inputs import KERNEL_FEATURES, Inputs, Outputs, Spec
 from ejkernel.kernels.flash_attention.pallas_tpu import backward, configs, forward
 from ejkernel.kernels.flash_attention.pallas_tpu.configs import (
     candidates_backward,
@@ -72,37 +72,17 @@ def why_not(inputs: Inputs, spec: Spec, device: Device) -> str | None:
     return None
 
 
-_FEATURES = frozenset(
-    {
-        "causal",
-        "window",
-        "positions",
-        "segments",
-        "token_types",
-        "chunks",
-        "lengths",
-        "blocks",
-        "mask",
-        "union",
-        "bias",
-        "sinks",
-        "dropout",
-        "dropout_prob",
-        "logits_soft_cap",
-    }
-)
-
 IMPLEMENTATION = Implementation(
     forward=Pass(
         run=run_forward,
-        features=_FEATURES,
+        features=KERNEL_FEATURES,
         why_not=why_not,
         heuristic=heuristic_forward,
         candidates=candidates_forward,
     ),
     backward=Pass(
         run=run_backward,
-        features=_FEATURES,
+        features=KERNEL_FEATURES,
         why_not=why_not,
         heuristic=heuristic_backward,
         candidates=candidates_backward,

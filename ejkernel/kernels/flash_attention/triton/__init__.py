@@ -4,7 +4,7 @@ import numpy as np
 
 from ejkernel.kernels.common.sinks import per_sink
 from ejkernel.kernels.common.triton import bridge
-from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
+from ejkernel.kernels.flash_attention.inputs import KERNEL_FEATURES, Inputs, Outputs, Spec
 from ejkernel.kernels.flash_attention.triton.backward import (
     backward_row_terms,
     keys_and_values_backward,
@@ -73,37 +73,17 @@ def why_not(inputs: Inputs, spec: Spec, device: Device) -> str | None:
     return bridge.why_not(device, *dtypes)
 
 
-_FEATURES = frozenset(
-    {
-        "causal",
-        "window",
-        "positions",
-        "segments",
-        "token_types",
-        "chunks",
-        "lengths",
-        "blocks",
-        "mask",
-        "union",
-        "bias",
-        "sinks",
-        "dropout",
-        "dropout_prob",
-        "logits_soft_cap",
-    }
-)
-
 IMPLEMENTATION = Implementation(
     forward=Pass(
         run=run_forward,
-        features=_FEATURES,
+        features=KERNEL_FEATURES,
         why_not=why_not,
         heuristic=lambda *call: forward_params(forward_configs(*call)[0]),
         candidates=lambda *call: [forward_params(x) for x in forward_configs(*call)],
     ),
     backward=Pass(
         run=run_backward,
-        features=_FEATURES,
+        features=KERNEL_FEATURES,
         why_not=why_not,
         heuristic=lambda *call: backward_params(backward_configs(*call)[0]),
         candidates=lambda *call: [backward_params(x) for x in backward_configs(*call)],
