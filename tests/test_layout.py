@@ -14,7 +14,7 @@ from ejkernel.kernels import OPS
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "ejkernel"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-LONGEST_FILE = 600
+LONGEST_FILE = 700
 
 # From the bottom up: a file may import from its own layer and from those before it.
 LAYERS = ("errors", "settings", "xla_utils", "types", "ops", "kernels", "modules", "cli")
