@@ -14,7 +14,7 @@ from ejkernel.kernels import OPS
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "ejkernel"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-LONGEST_FILE = 600
+LONGEST_FILE = 700
 # An interface: one class whose methods are docstrings and one call each.
 LONGEST_INTERFACE = {"ejkernel/types/mask.py": 820}
 

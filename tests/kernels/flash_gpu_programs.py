@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.kernels.flash_attention import pallas_sm90 as pallas_gpu
+from ejkernel.kernels.flash_attention import pallas_sm90
 from ejkernel.kernels.flash_attention.inputs import Dropout, Inputs, Outputs, Spec
-from ejkernel.kernels.flash_attention.pallas_sm90 import backward_fused as pallas_gpu_joint
+from ejkernel.kernels.flash_attention.pallas_sm90 import backward_fused, configs
 from ejkernel.kernels.flash_attention.pallas_sm90.forward import forward
 from ejkernel.ops.config import BwdParams
 from ejkernel.ops.platform import Device
@@ -124,7 +124,7 @@ def decode_program(params, **dims):
     """One query for each sequence, on keys that are split."""
     lengths = KeyLength(jnp.array([3000, 8192]))
     inputs, spec = call(queries=1, keys=8192, mask=lengths, **dims)
-    return lambda inputs: pallas_gpu.run_forward(inputs, spec, params, H200)[0], inputs
+    return lambda inputs: pallas_sm90.run_forward(inputs, spec, params, H200)[0], inputs
 
 
 def backward_program(params, feature, **dims):
@@ -135,7 +135,7 @@ def backward_program(params, feature, **dims):
     outputs = Outputs(out, _shape(batch, heads, queries, dtype=jnp.float32))
 
     def run(inputs, residuals, d_outputs):
-        return pallas_gpu.run_backward(inputs, residuals, d_outputs, spec, params, H200)
+        return pallas_sm90.run_backward(inputs, residuals, d_outputs, spec, params, H200)
 
     return run, inputs, outputs, outputs
 
@@ -147,7 +147,7 @@ DIFFERENT = ("full", "causal", "packed", "documents", "soft_cap", "dropout", "od
 
 
 def _programs():
-    implementation = pallas_gpu.IMPLEMENTATION
+    implementation = pallas_sm90.IMPLEMENTATION
     for head_dim, value_dim in DIMS:
         dims = {"head_dim": head_dim, "value_dim": value_dim}
         for params in implementation.forward.choices(*call(queries=1, **dims), H200):
@@ -156,9 +156,9 @@ def _programs():
             yield f"forward-decode-{head_dim}-{value_dim}-{sizes}", run
         for name in FEATURES if (head_dim, value_dim) in THOROUGH else DIFFERENT:
             inputs, spec = call(**FEATURES[name](), **dims)
-            refused = pallas_gpu.why_not(inputs, spec, H200)
+            refused = pallas_sm90.why_not(inputs, spec, H200)
             for params in () if refused else implementation.forward.choices(inputs, spec, H200):
-                tiles = pallas_gpu.chosen_tiles(inputs, params)
+                tiles = configs.forward_tiles(inputs, params)
                 sizes = f"{tiles.block_q}x{tiles.block_k}x{tiles.stages}"
                 run = functools.partial(forward_program, tiles, name, **dims)
                 yield f"forward-{name}-{head_dim}-{value_dim}-{sizes}", run
@@ -166,11 +166,11 @@ def _programs():
                 sizes = f"{params.q_blocksize}x{params.kv_blocksize}x{params.num_stages}"
                 run = functools.partial(backward_program, params, name, **dims)
                 yield f"backward-{name}-{head_dim}-{value_dim}-{sizes}", run
-            if name != "sinks" and pallas_gpu_joint.why_not(inputs, spec) is None:
+            if name != "sinks" and backward_fused.why_not(inputs, spec) is None:
                 run = functools.partial(
                     backward_program, BwdParams(deterministic=False), name, **dims
                 )
-                yield f"joint-{name}-{head_dim}-{value_dim}-64x128", run
+                yield f"fused-{name}-{head_dim}-{value_dim}-64x128", run
 
 
 PROGRAMS = dict(_programs())

@@ -1,8 +1,8 @@
-"""Flash attention in Pallas on Hopper: its lists of work, its refusals, its assembly, its results.
+"""Flash attention in Pallas on Hopper: its work lists, its refusals, its assembly, its results.
 
-Without a GPU the lists are walked in NumPy, the kernels are assembled for an H200 (where the CUDA
-plugin is installed) and interpreted (JAX 0.12 or newer). With one, results are compared with the
-definition, twice, because an error that moves is a race.
+Without a GPU the work lists are evaluated in NumPy, the kernels are assembled for an H200 (where
+the CUDA plugin is installed) and interpreted (JAX 0.12 or newer). With one, results are compared
+with the definition, twice, because an error that moves is a race.
 """
 
 import dataclasses
@@ -19,17 +19,12 @@ from kernels.flash_gpu_programs import H200
 
 from ejkernel import settings
 from ejkernel.kernels.common import mosaic_gpu
-from ejkernel.kernels.flash_attention import OP, reference
-from ejkernel.kernels.flash_attention import pallas_sm90 as pallas_gpu
+from ejkernel.kernels.flash_attention import OP, pallas_sm90, reference
 from ejkernel.kernels.flash_attention.inputs import Dropout, Inputs, Spec
-from ejkernel.kernels.flash_attention.pallas_sm90 import schedule as pallas_gpu_walk
-from ejkernel.kernels.flash_attention.pallas_sm90.backward_kernel import (
-    OF_KEYS,
-    OF_KEYS_AND_VALUES,
-    OF_QUERIES,
-    OF_VALUES,
-)
-from ejkernel.kernels.flash_attention.pallas_sm90.logits import SHARED_BYTES, Tiles
+from ejkernel.kernels.flash_attention.pallas_sm90 import configs, mask_operands, schedule
+from ejkernel.kernels.flash_attention.pallas_sm90.configs import DK, DK_DV, DQ, DV
+from ejkernel.kernels.flash_attention.pallas_sm90.gradient_kernel import staged_bias
+from ejkernel.ops.config import FwdParams
 from ejkernel.ops.platform import device_of
 from ejkernel.types.rules import (
     And,
@@ -93,29 +88,30 @@ RULES = {
 @pytest.mark.parametrize(
     ("name", "blocks"), [*((name, (128, 64)) for name in RULES), ("packed", (64, 128))]
 )
-def test_the_lists_show_exactly_the_mask(name, blocks):
+def test_the_tile_lists_show_exactly_the_mask(name, blocks):
     """What a kernel visits and what it evaluates there is the mask, each pair once."""
     rule, (block_q, block_k) = RULES[name], blocks
     batch, heads, length = 2, 2, 240
     q_size, kv_size = (-(-length // block) * block for block in blocks)
-    walk = pallas_gpu_walk.walk(rule, _units(batch, heads), length, length, block_q, block_k)
-    seen = pallas_gpu_walk.visibility(rule, length, length, q_size, kv_size)
-    order, tiles, count, partial, index = map(np.asarray, walk)
-    order, tiles = order[order >= 0], tiles[order >= 0]
-    lines = q_size // block_q
-    assert sorted(order) == list(range(batch * heads * lines))
+    items = _items(batch, heads)
+    found = schedule.query_block_schedule(rule, items, length, length, block_q, block_k)
+    mask = mask_operands.partial_tile_mask(rule, length, length, q_size, kv_size)
+    work_list, packed, count, partial, index = map(np.asarray, found)
+    work_list, packed = work_list[work_list >= 0], packed[work_list >= 0]
+    q_blocks = q_size // block_q
+    assert sorted(work_list) == list(range(batch * heads * q_blocks))
     shown = np.zeros((batch, heads, q_size, kv_size), int)
-    for unit, numbers in zip(order, tiles, strict=True):
-        row, head, line = np.unravel_index(unit, (batch, heads, lines))
-        at = (row % count.shape[0], head % count.shape[1], line)
-        assert pallas_gpu_walk.tile_counts(numbers) == (count[at], partial[at])
+    for item, counts in zip(work_list, packed, strict=True):
+        row, head, q_block = np.unravel_index(item, (batch, heads, q_blocks))
+        at = (row % count.shape[0], head % count.shape[1], q_block)
+        assert schedule.unpack_counts(jnp.asarray(counts)) == (count[at], partial[at])
         assert sorted(index[at]) == list(range(kv_size // block_k))
         for step, block in enumerate(index[at][: count[at]]):
-            q = np.arange(line * block_q, (line + 1) * block_q)
+            q = np.arange(q_block * block_q, (q_block + 1) * block_q)
             k = np.arange(block * block_k, (block + 1) * block_k)
             tile = np.ones((block_q, block_k), int)
-            if step < partial[at] and seen is not None:
-                tile = _evaluate(seen, row, head, q, k).astype(int)
+            if step < partial[at] and mask is not None:
+                tile = _evaluate(mask, row, head, q, k).astype(int)
             shown[row, head, q[0] : q[-1] + 1, k[0] : k[-1] + 1] += tile
     expected = np.broadcast_to(rule.dense(length, length), (batch, heads, length, length))
     np.testing.assert_array_equal(shown[:, :, :length, :length], expected.astype(int))
@@ -126,76 +122,76 @@ def test_the_lists_show_exactly_the_mask(name, blocks):
 def test_only_blocks_with_a_visible_pair_are_visited(name):
     """Where each query sees a range of keys; and only those that hide something are partial."""
     length, block = 240, 16
-    walk = pallas_gpu_walk.walk(RULES[name], _units(2, 2), length, length, block, block)
+    found = schedule.query_block_schedule(RULES[name], _items(2, 2), length, length, block, block)
     seen = np.broadcast_to(RULES[name].dense(length, length), (2, 1, length, length))
     tiles = seen.reshape(2, 15, block, 15, block).transpose(0, 1, 3, 2, 4).reshape(2, 15, 15, -1)
     some, every = tiles.any(-1).sum(-1), tiles.all(-1).sum(-1)
-    count, partial = (np.broadcast_to(x[:, 0], some.shape) for x in (walk.count, walk.partial))
+    count, partial = (np.broadcast_to(x[:, 0], some.shape) for x in (found.count, found.partial))
     np.testing.assert_array_equal(count, np.maximum(some, 1))
     np.testing.assert_array_equal(count - partial, every)
 
 
-def _units(batch, heads, shared_bytes=1, workers=5):
-    return pallas_gpu_walk.Units(batch, heads, 1, batch * heads, shared_bytes, workers)
+def _items(batch, heads, l2_group_bytes=1, thread_blocks=5):
+    return schedule.WorkItems(batch, heads, 1, batch * heads, l2_group_bytes, thread_blocks)
 
 
 @pytest.mark.parametrize("rule", [Band(None, 0), Everything(), Band(-1023, 0)])
 @pytest.mark.parametrize("heads", [1, 16, 40])
 @pytest.mark.parametrize("megabytes", [1, 8, 64])
-def test_the_work_is_dealt_evenly(rule, heads, megabytes):
-    """Each unit once; no worker has more than a hundredth, or a unit, beyond its share."""
-    units = _units(1, heads, megabytes * 2**20, workers=132)
-    walk = pallas_gpu_walk.walk(rule, units, 16384, 16384, 128, 128)
-    order, lengths = np.asarray(walk.order), np.tile(np.asarray(walk.count)[0, 0], heads)
-    assert sorted(order[order >= 0]) == list(range(128 * heads))
-    loads = np.where(order >= 0, lengths[order], 0).sum(0)
+def test_the_work_list_is_balanced(rule, heads, megabytes):
+    """Each item once; no thread block has more than a hundredth, or an item, beyond its share."""
+    items = _items(1, heads, megabytes * 2**20, thread_blocks=132)
+    found = schedule.query_block_schedule(rule, items, 16384, 16384, 128, 128)
+    work_list, lengths = np.asarray(found.work_list), np.tile(np.asarray(found.count)[0, 0], heads)
+    assert sorted(work_list[work_list >= 0]) == list(range(128 * heads))
+    loads = np.where(work_list >= 0, lengths[work_list], 0).sum(0)
     assert loads.max() <= max(loads.mean() * 1.01, loads.mean() + lengths.max())
 
 
-def test_what_a_section_reads_stays_in_the_cache():
-    """Heads of 8 MiB: no more than two of them are worked on at a time."""
-    units = _units(1, 16, 8 * 2**20, workers=132)
-    order = np.asarray(pallas_gpu_walk.walk(Band(None, 0), units, 16384, 16384, 128, 128).order)
-    for lap in order:
-        assert len(set(lap[lap >= 0] // 128)) <= 2
+def test_what_a_section_reads_stays_in_l2():
+    """Heads of 8 MiB: no more than two of them are processed at a time."""
+    items = _items(1, 16, 8 * 2**20, thread_blocks=132)
+    found = schedule.query_block_schedule(Band(None, 0), items, 16384, 16384, 128, 128)
+    for wave in np.asarray(found.work_list):
+        assert len(set(wave[wave >= 0] // 128)) <= 2
 
 
-def _evaluate(seen, row, head, q, k):
+def _evaluate(mask, row, head, q, k):
     """A tile of the mask, from the arrays that the kernel reads."""
     pick = lambda x: np.asarray(x)[row % x.shape[0]]
     tile = np.ones((len(q), len(k)), bool)
-    if seen.lower is not None:
-        tile &= k >= pick(seen.lower)[q][:, None]
-    if seen.upper is not None:
-        tile &= k <= pick(seen.upper)[q][:, None]
-    for queries, keys in seen.pairs:
+    if mask.lower is not None:
+        tile &= k >= pick(mask.lower)[q][:, None]
+    if mask.upper is not None:
+        tile &= k <= pick(mask.upper)[q][:, None]
+    for queries, keys in mask.id_pairs:
         tile &= pick(queries)[q][:, None] == pick(keys)[k]
-    if seen.dense is not None:
-        mask = pick(seen.dense)
-        tile &= mask[head % mask.shape[0]][np.ix_(q, k)] != 0
-    for either in seen.unions:
-        tile &= np.any([_evaluate(one, row, head, q, k) for one in either], axis=0)
+    if mask.dense is not None:
+        dense = pick(mask.dense)
+        tile &= dense[head % dense.shape[0]][np.ix_(q, k)] != 0
+    for union in mask.unions:
+        tile &= np.any([_evaluate(one, row, head, q, k) for one in union], axis=0)
     return tile
 
 
 def test_blocks_that_see_nothing_are_not_visited():
     """Eight documents: a query block visits only its own."""
     ids = _ids(*[128] * 8)
-    walk = pallas_gpu_walk.walk(Segments(ids, ids), _units(1, 1), 1024, 1024, 128, 128)
-    assert walk.count.tolist() == [[[1] * 8]]
-    assert walk.partial.tolist() == [[[0] * 8]]
-    assert walk.index[0, 0, :, 0].tolist() == list(range(8))
+    found = schedule.query_block_schedule(Segments(ids, ids), _items(1, 1), 1024, 1024, 128, 128)
+    assert found.count.tolist() == [[[1] * 8]]
+    assert found.partial.tolist() == [[[0] * 8]]
+    assert found.index[0, 0, :, 0].tolist() == list(range(8))
 
 
 def test_registers_of_all_warpgroups_fit():
-    """More than there are, and a block of threads waits for ever."""
+    """With more than there are, a thread block waits for ever."""
     for consumers in (2, 3):
-        computing, copying = mosaic_gpu.register_budget(consumers)
-        at_start = mosaic_gpu.REGISTER_FILE // (128 * (consumers + 1)) // 8 * 8
-        assert 128 * (consumers * computing + copying) <= mosaic_gpu.REGISTER_FILE
-        assert consumers * computing + copying <= at_start * (consumers + 1)
-        assert copying <= at_start <= computing
-        assert computing % 8 == copying % 8 == 0
+        consumer, producer = mosaic_gpu.register_budget(consumers)
+        at_launch = mosaic_gpu.REGISTER_FILE // (128 * (consumers + 1)) // 8 * 8
+        assert 128 * (consumers * consumer + producer) <= mosaic_gpu.REGISTER_FILE
+        assert consumers * consumer + producer <= at_launch * (consumers + 1)
+        assert producer <= at_launch <= consumer
+        assert consumer % 8 == producer % 8 == 0
 
 
 @pytest.mark.parametrize(
@@ -215,7 +211,7 @@ def test_registers_of_all_warpgroups_fit():
 def test_a_call_is_refused_with_its_reason(change, device, reason):
     if mosaic_gpu.versions.why_missing():
         pytest.skip(str(mosaic_gpu.versions.why_missing()))
-    said = pallas_gpu.why_not(*programs.call(**change), device)
+    said = pallas_sm90.why_not(*programs.call(**change), device)
     assert said is None if reason is None else reason in str(said)
 
 
@@ -224,12 +220,12 @@ def test_a_call_is_refused_with_its_reason(change, device, reason):
 )
 def test_every_candidate_fits_shared_memory(dims):
     inputs, spec = programs.call(head_dim=dims[0], value_dim=dims[1])
-    choices = pallas_gpu.IMPLEMENTATION.forward.choices(inputs, spec, H200)
+    choices = pallas_sm90.IMPLEMENTATION.forward.choices(inputs, spec, H200)
     assert choices
     for params in choices:
-        tiles = pallas_gpu.chosen_tiles(inputs, params)
+        tiles = configs.forward_tiles(inputs, params)
         assert (tiles.block_q, tiles.block_k) == (params.q_blocksize, params.kv_blocksize)
-        assert tiles.shared_bytes(*dims) <= SHARED_BYTES
+        assert tiles.shared_bytes(*dims) <= configs.FORWARD_SHARED_BYTES
 
 
 @pytest.mark.parametrize(
@@ -248,29 +244,29 @@ def test_every_candidate_fits_shared_memory(dims):
 def test_head_dim_64_takes_three_warpgroups_where_masks_are_wide_bounds(mask, rows):
     """Few keys for each query leave most of a large tile hidden; ids take registers."""
     inputs, _ = programs.call(head_dim=64, mask=mask)
-    assert pallas_gpu.chosen_tiles(inputs, None).block_q == rows
-    assert pallas_gpu.chosen_tiles(programs.call(mask=mask)[0], None).block_q == 128
+    assert configs.forward_tiles(inputs, None).block_q == rows
+    assert configs.forward_tiles(programs.call(mask=mask)[0], None).block_q == 128
 
 
-def test_a_bias_for_every_pair_is_brought_to_shared_memory():
-    """Two tiles of it for each warpgroup where there is room; to keys as it lies, transposed."""
+def test_a_bias_for_every_pair_is_staged_through_shared_memory():
+    """Two stages for each warpgroup where they fit; transposed in a dK/dV kernel."""
 
-    def slots(part, **change):
+    def stages(task, **change):
         inputs, spec = programs.call(**change)
-        of_keys, of_queries = pallas_gpu.chosen_backward_tiles(inputs, spec, None)
-        found = part.brought(of_keys[0] if part.for_keys else of_queries, inputs)
-        return (found.slots, found.transposed) if found else None
+        of_keys, of_queries = configs.backward_tiles(inputs, spec, None)
+        found = staged_bias(task, of_keys[0] if task.keys_resident else of_queries, inputs)
+        return (found.stages, found.transposed) if found else None
 
     pairs: dict[str, Any] = {"bias": programs.PAIRS}
-    assert slots(OF_KEYS_AND_VALUES, **pairs) == (2, True)
-    assert slots(OF_QUERIES, **pairs) == (2, False)
-    assert slots(OF_VALUES, head_dim=256, **pairs) is None
-    assert slots(OF_KEYS_AND_VALUES) is None
-    assert slots(OF_KEYS_AND_VALUES, bias=(1, 8, 1, 4096)) is None
+    assert stages(DK_DV, **pairs) == (2, True)
+    assert stages(DQ, **pairs) == (2, False)
+    assert stages(DV, head_dim=256, **pairs) is None
+    assert stages(DK_DV) is None
+    assert stages(DK_DV, bias=(1, 8, 1, 4096)) is None
     wide = programs.call(**pairs)[0]
     wide = wide._replace(bias=jax.ShapeDtypeStruct(programs.PAIRS, jnp.float32))
-    of_keys, _ = pallas_gpu.chosen_backward_tiles(wide, programs.call()[1], None)
-    assert not OF_KEYS_AND_VALUES.brought(of_keys[0], wide)
+    of_keys, _ = configs.backward_tiles(wide, programs.call()[1], None)
+    assert not staged_bias(DK_DV, of_keys[0], wide)
 
 
 needs_assembler = pytest.mark.skipif(
@@ -302,35 +298,35 @@ def test_the_backward_takes_every_head_dim_and_feature():
 @pytest.mark.parametrize("head_dim", [16, 64, 96, 128, 192, 256])
 @pytest.mark.parametrize("value_dim", [16, 64, 96, 128, 192, 256])
 def test_every_kernel_of_the_backward_fits_shared_memory(head_dim, value_dim):
-    """Two tiles of what is summed from, at least: one is read while the other comes."""
+    """At least two stages of the operands of accumulating matmuls."""
     inputs, spec = programs.call(head_dim=head_dim, value_dim=value_dim, sinks=True)
-    for params in pallas_gpu.IMPLEMENTATION.backward.choices(inputs, spec, H200):
-        of_keys, of_queries = pallas_gpu.chosen_backward_tiles(inputs, spec, params)
-        parts = [OF_VALUES, OF_KEYS] if len(of_keys) == 2 else [OF_KEYS_AND_VALUES]
-        with_sinks = dataclasses.replace(OF_QUERIES, rows="weights")
-        for part, tiles in zip((*parts, with_sinks), (*of_keys, of_queries), strict=True):
-            stages = part.stages(tiles, (head_dim, value_dim))
+    for params in pallas_sm90.IMPLEMENTATION.backward.choices(inputs, spec, H200):
+        of_keys, of_queries = configs.backward_tiles(inputs, spec, params)
+        tasks = [DV, DK] if len(of_keys) == 2 else [DK_DV]
+        with_sinks = dataclasses.replace(DQ, row_sums="weights")
+        for task, tiles in zip((*tasks, with_sinks), (*of_keys, of_queries), strict=True):
+            stages = task.stages(tiles, (head_dim, value_dim))
             assert stages is not None
-            assert min(stages[i] for i in part.summed) >= 2
-            # With overlap, memory is given back a tile later.
-            assert not tiles.overlap or part == OF_VALUES or stages[0] >= 3
+            assert min(stages[i] for i in task.accumulated) >= 2
+            # With overlap, a stage is released a tile later.
+            assert not tiles.overlap or task == DV or stages[0] >= 3
 
 
-# The one kernel of the backward pass is assembled where its own tests are.
-APART = [name for name in programs.PROGRAMS if not name.startswith("joint-")]
+# The fused backward is assembled where its own tests are.
+UNFUSED = [name for name in programs.PROGRAMS if not name.startswith("fused-")]
 
 
 @needs_assembler
 @pytest.mark.parametrize("part", range(8))
 def test_every_configuration_assembles_without_spills(part):
-    _check_assembly([name for name in APART if name in programs.QUICK][part::8])
+    _check_assembly([name for name in UNFUSED if name in programs.QUICK][part::8])
 
 
 @needs_assembler
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(8))
 def test_every_configuration_assembles_with_other_features(part):
-    _check_assembly([name for name in APART if name not in programs.QUICK][part::8])
+    _check_assembly([name for name in UNFUSED if name not in programs.QUICK][part::8])
 
 
 def _draw(inputs: Inputs, seed: int = 0) -> Inputs:
@@ -359,7 +355,7 @@ def _check(inputs: Inputs, spec: Spec, params=None, runs: int = 1, **changes) ->
     device = device_of(jax.tree.leaves(inputs))._replace(**changes)
     proves(OP.name, SOURCE, "forward")
     exact, rounded = (reference.forward(_wide(inputs), spec, x) for x in (_same, _rounding(inputs)))
-    run = jax.jit(lambda x: pallas_gpu.run_forward(x, spec, params, device)[0])
+    run = jax.jit(lambda x: pallas_sm90.run_forward(x, spec, params, device)[0])
     _compare([run(inputs) for _ in range(runs)], exact, rounded)
 
 
@@ -386,7 +382,7 @@ def _check_backward(inputs: Inputs, spec: Spec, params=None, runs: int = 1) -> N
     outputs, d_outputs, exact = gradients(_same)
     device = device_of(jax.tree.leaves(inputs))
     narrow = lambda x: x._replace(out=x.out.astype(inputs.query.dtype))
-    run = jax.jit(lambda *given: pallas_gpu.run_backward(*given, spec, params, device))
+    run = jax.jit(lambda *given: pallas_sm90.run_backward(*given, spec, params, device))
     results = [run(inputs, narrow(outputs), narrow(d_outputs)) for _ in range(runs)]
     results = [[getattr(result, name) for name in names] for result in results]
     _compare(results, exact, gradients(_rounding(inputs))[2])
@@ -500,7 +496,7 @@ def _interpreted_call(name):
     ],
 )
 def test_interpreted_it_computes_attention(name):
-    """Barriers, copies, slots and masks as on the card; matmuls done at once."""
+    """Barriers, copies, stages and masks as on the card; matmuls complete at once."""
     with settings.override(interpret=True):
         _check(*_interpreted_call(name))
 
@@ -540,27 +536,29 @@ def test_every_access_is_ordered_by_a_barrier(name, monkeypatch):
     "name",
     ["documents", *(pytest.param(x, marks=[pytest.mark.slow]) for x in ("dims_apart", "wide"))],
 )
-def test_one_block_of_threads_does_unit_after_unit(name, monkeypatch):
-    """Memory of queries and results is used again, and no access before its turn."""
+def test_one_thread_block_processes_item_after_item(name, monkeypatch):
+    """Buffers of queries and results are reused, and no access is out of order."""
     monkeypatch.setattr(mosaic_gpu.versions, "detect_races", True)
     with settings.override(interpret=True):
         _check(*_interpreted_call(name), multiprocessors=1)
 
 
 def test_results_never_reach_into_other_queries():
-    """Where they share memory, a warpgroup's results lie exactly where its queries lay."""
+    """Where they share a buffer, a warpgroup's results are as large as its queries."""
     for head_dim in range(16, 257, 16):
         for value_dim in range(16, 257, 16):
-            for tiles in (Tiles(2, 128, 2), Tiles(2, 64, 4), Tiles(3, 64, 4)):
+            for sizes in ((2, 128, 2), (2, 64, 4), (3, 64, 4)):
+                tiles = configs.ForwardTileConfig(*sizes)
                 rows = tiles.stages * tiles.block_k
-                held = tiles.shared_bytes(head_dim, value_dim) // 2 - rows * (head_dim + value_dim)
-                rooms = tiles.rooms(head_dim, value_dim)
+                whole = tiles.shared_bytes(head_dim, value_dim) // 2
+                resident = whole - rows * (head_dim + value_dim)
+                buffers = tiles.query_buffers(head_dim, value_dim)
                 own = 0 if head_dim == value_dim else value_dim
-                assert held == tiles.block_q * (rooms * head_dim + own)
+                assert resident == tiles.block_q * (buffers * head_dim + own)
 
 
 def _refused_backward(inputs, spec):
-    return pallas_gpu.IMPLEMENTATION.backward.refusal(inputs, spec, H200)
+    return pallas_sm90.IMPLEMENTATION.backward.refusal(inputs, spec, H200)
 
 
 @pytest.mark.gpu
@@ -578,24 +576,24 @@ def test_small_calls_on_the_card(name):
 )
 @pytest.mark.parametrize("name", programs.FEATURES)
 def test_every_feature_in_every_candidate_on_the_card(name, dims):
-    """Long enough for several units a block of threads and all slots to be used again."""
+    """Long enough for several items a thread block, and for all stages to be reused."""
     feature = programs.FEATURES[name]()
     inputs, spec = programs.call(head_dim=dims[0], value_dim=dims[1], **feature)
-    if reason := pallas_gpu.why_not(inputs, spec, H200):
+    if reason := pallas_sm90.why_not(inputs, spec, H200):
         pytest.skip(reason)
     inputs = _draw(inputs)
-    for params in pallas_gpu.IMPLEMENTATION.forward.choices(inputs, spec, H200):
+    for params in pallas_sm90.IMPLEMENTATION.forward.choices(inputs, spec, H200):
         _check(inputs, spec, params, runs=2)
     if _refused_backward(inputs, spec):
         return
-    for params in pallas_gpu.IMPLEMENTATION.backward.choices(inputs, spec, H200):
+    for params in pallas_sm90.IMPLEMENTATION.backward.choices(inputs, spec, H200):
         _check_backward(inputs, spec, params, runs=2)
 
 
 def test_parameters_become_tiles_that_exist():
     """Blocks smaller than a warpgroup's, or larger than memory, take the nearest that there is."""
     inputs, _ = programs.call()
-    ask = lambda **sizes: pallas_gpu.chosen_tiles(inputs, pallas_gpu.FwdParams(**sizes))
+    ask = lambda **sizes: configs.forward_tiles(inputs, FwdParams(**sizes))
     assert (ask(q_blocksize=16, kv_blocksize=8).block_q, ask(kv_blocksize=8).block_k) == (64, 64)
     assert ask(q_blocksize=512, kv_blocksize=512).block_q == 192
     assert ask(kv_blocksize=128, num_stages=9).stages == 2

@@ -14,6 +14,7 @@ from ejkernel.kernels.common.mosaic_gpu import versions as versions
 from ejkernel.kernels.common.mosaic_gpu.engines import INTERPRETED as INTERPRETED
 from ejkernel.kernels.common.mosaic_gpu.engines import WGMMA as WGMMA
 from ejkernel.kernels.common.mosaic_gpu.engines import Accumulator as Accumulator
+from ejkernel.kernels.common.mosaic_gpu.engines import Accumulators as Accumulators
 from ejkernel.kernels.common.mosaic_gpu.engines import InterpretedEngine as InterpretedEngine
 from ejkernel.kernels.common.mosaic_gpu.engines import WgmmaEngine as WgmmaEngine
 from ejkernel.kernels.common.mosaic_gpu.launch import BARRIER_RESERVE as BARRIER_RESERVE
@@ -42,6 +43,7 @@ from ejkernel.kernels.common.mosaic_gpu.shared_memory import SharedMatrices as S
 from ejkernel.kernels.common.mosaic_gpu.shared_memory import SharedMatrixRefs as SharedMatrixRefs
 from ejkernel.kernels.common.mosaic_gpu.shared_memory import swizzle_bytes as swizzle_bytes
 from ejkernel.kernels.common.mosaic_gpu.shared_memory import tiled_memory as tiled_memory
+from ejkernel.kernels.common.mosaic_gpu.shared_memory import transposed as transposed
 from ejkernel.kernels.common.mosaic_gpu.versions import kernel as kernel
 from ejkernel.kernels.common.mosaic_gpu.versions import load as load
 from ejkernel.kernels.common.mosaic_gpu.versions import pl as pl

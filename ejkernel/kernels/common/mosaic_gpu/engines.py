@@ -9,7 +9,7 @@ from jax import lax
 
 from ejkernel.kernels.common.mosaic_gpu import inline_mlir
 from ejkernel.kernels.common.mosaic_gpu.registers import broadcast_rows, column_index, row_layout
-from ejkernel.kernels.common.mosaic_gpu.shared_memory import SharedMatrixRefs
+from ejkernel.kernels.common.mosaic_gpu.shared_memory import SharedMatrixRefs, transposed
 from ejkernel.kernels.common.mosaic_gpu.versions import pl, plgpu
 from ejkernel.kernels.common.refs import Index, Ref
 
@@ -27,10 +27,11 @@ class RegisterValue:
         self.value = value
 
 
-# Where a matmul adds its product to.
+# Registers that a matmul adds its product to, or that a value is kept in.
 Accumulator = Ref | RegisterValue
+Accumulators = Sequence[Accumulator]
 # `body(accumulators, values)` of `run`.
-Body = Callable[[Sequence[Any], Sequence[Any]], object]
+Body = Callable[[Accumulators, Accumulators], None]
 
 
 class WgmmaEngine:
@@ -53,8 +54,7 @@ class WgmmaEngine:
     ) -> None:
         """Start `accumulator += left[i] @ right[j].T`."""
         for panel in range(left.shape.panels):
-            second: Any = right.panel(j, panel)
-            plgpu.wgmma(accumulator, left.panel(i, panel), second.transpose((1, 0)))
+            plgpu.wgmma(accumulator, left.panel(i, panel), transposed(right.panel(j, panel)))
 
     def matmul_nn(
         self, accumulator: Accumulator, left: jax.Array | Ref, right: SharedMatrixRefs, j: Index

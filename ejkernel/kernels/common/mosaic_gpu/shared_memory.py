@@ -26,6 +26,12 @@ def tiled_memory(dtype: DTypeLike, *shape: int, width: int | None = None) -> obj
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
+def transposed(ref: Ref) -> Ref:
+    """The transpose of a matrix in shared memory, without a copy."""
+    view: Any = ref
+    return view.transpose((1, 0))
+
+
 class SharedMatrices:
     """Shared memory for `count` matrices [rows, dim].
 
