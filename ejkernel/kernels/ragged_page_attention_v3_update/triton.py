@@ -6,7 +6,6 @@ kernel reads keys that other programs would have to write.
 
 from ejkernel.kernels.ragged_page_attention_v3 import triton as paged_attention
 from ejkernel.kernels.ragged_page_attention_v3.config import PagedConfig
-from ejkernel.kernels.ragged_page_attention_v3.inputs import Inputs as AttentionInputs
 from ejkernel.kernels.ragged_page_attention_v3.triton.configs import PagedGpuConfig
 from ejkernel.kernels.ragged_page_attention_v3_update.inputs import (
     LAYOUTS,
@@ -33,35 +32,22 @@ def run_forward(
     return outputs(*results, *pages), Residuals(*results)
 
 
-def _attention_inputs(inputs: Inputs, spec: Spec) -> AttentionInputs:
-    return reading_inputs(inputs, spec, inputs.key_pages, inputs.value_pages)
-
-
 def why_not(inputs: Inputs, spec: Spec, device: Device) -> str | None:
     """Why the kernels do not support this call on this device; None when they do."""
-    return paged_attention.why_not(_attention_inputs(inputs, spec), spec, device)
+    attention_inputs = reading_inputs(inputs, spec, inputs.key_pages, inputs.value_pages)
+    return paged_attention.why_not(attention_inputs, spec, device)
 
 
 def configurations(inputs: Inputs, spec: Spec, device: Device) -> list[PagedConfig]:
     """Candidates for a call, the heuristic's choice first."""
-    return paged_attention.configurations(_attention_inputs(inputs, spec), spec, device)
+    attention_inputs = reading_inputs(inputs, spec, inputs.key_pages, inputs.value_pages)
+    return paged_attention.configurations(attention_inputs, spec, device)
 
-
-_FEATURES = frozenset(
-    {
-        "k_scale",
-        "kv_layout",
-        "logits_soft_cap",
-        "sinks",
-        "sliding_window",
-        "v_scale",
-    }
-)
 
 IMPLEMENTATION = Implementation(
     forward=Pass(
         run=run_forward,
-        features=_FEATURES,
+        features=paged_attention.FEATURES,
         why_not=why_not,
         heuristic=lambda *call: configurations(*call)[0],
         candidates=configurations,

@@ -125,47 +125,42 @@ def dkdv_kernel(
     j = program % static.k_blocks
     kv_head = program // static.k_blocks % static.kv_heads
     batch = program // (static.k_blocks * static.kv_heads)
-    group: tl.constexpr = static.heads // static.kv_heads
-    q_stride: tl.constexpr = static.heads * static.head_dim
-    o_stride: tl.constexpr = static.heads * static.value_dim
-    k_stride: tl.constexpr = static.kv_heads * static.head_dim
-    v_stride: tl.constexpr = static.kv_heads * static.value_dim
     row = tl.cast(batch, tl.int64)
-    query += row * (static.q_len * q_stride)
-    d_out += row * (static.q_len * o_stride)
-    k_base = row * (static.kv_len * k_stride) + kv_head * static.head_dim
-    v_base = row * (static.kv_len * v_stride) + kv_head * static.value_dim
+    query += row * (static.q_len * static.q_stride)
+    d_out += row * (static.q_len * static.o_stride)
+    k_base = row * (static.kv_len * static.k_stride) + kv_head * static.head_dim
+    v_base = row * (static.kv_len * static.v_stride) + kv_head * static.value_dim
 
     k_start = j * static.block_k
     k = load_rows(
-        key + k_base, k_start, static.kv_len, k_stride, static.head_dim, static.head_width,
+        key + k_base, k_start, static.kv_len, static.k_stride, static.head_dim, static.head_width,
         static.block_k, static.ragged_keys,
     )  # fmt: skip
     v = load_rows(
-        value + v_base, k_start, static.kv_len, v_stride, static.value_dim, static.value_width,
-        static.block_k, static.ragged_keys,
+        value + v_base, k_start, static.kv_len, static.v_stride, static.value_dim,
+        static.value_width, static.block_k, static.ragged_keys,
     )  # fmt: skip
     d_k = tl.full([static.block_k, static.head_width], 0.0, tl.float32)
     d_v = tl.full([static.block_k, static.value_width], 0.0, tl.float32)
     if static.block_map_heads:
-        for member in range(group):
+        for member in range(static.group):
             d_k, d_v = _accumulate_heads(
-                d_k, d_v, k, v, j, batch, kv_head * group + member, query, d_out, lse, delta,
+                d_k, d_v, k, v, j, batch, kv_head * static.group + member, query, d_out, lse, delta,
                 key_share, q_mask, k_mask, dense_mask, bias, dropout_counters, block_bounds,
                 block_index, 1, static,
             )  # fmt: skip
     else:
         d_k, d_v = _accumulate_heads(
-            d_k, d_v, k, v, j, batch, kv_head * group, query, d_out, lse, delta,
+            d_k, d_v, k, v, j, batch, kv_head * static.group, query, d_out, lse, delta,
             key_share, q_mask, k_mask, dense_mask, bias, dropout_counters, block_bounds,
-            block_index, group, static,
+            block_index, static.group, static,
         )  # fmt: skip
     store_rows(
-        d_key + k_base, d_k * static.scale, k_start, static.kv_len, k_stride, static.head_dim,
-        static.head_width, static.block_k,
+        d_key + k_base, d_k * static.scale, k_start, static.kv_len, static.k_stride,
+        static.head_dim, static.head_width, static.block_k,
     )  # fmt: skip
     store_rows(
-        d_value + v_base, d_v, k_start, static.kv_len, v_stride, static.value_dim,
+        d_value + v_base, d_v, k_start, static.kv_len, static.v_stride, static.value_dim,
         static.value_width, static.block_k,
     )  # fmt: skip
 
@@ -225,11 +220,11 @@ def _dkdv_step(
     d_out += head * static.value_dim
     at = (tl.cast(batch, tl.int64) * static.heads + head) * static.q_len
     q = load_rows(
-        query, q_start, static.q_len, static.heads * static.head_dim, static.head_dim,
+        query, q_start, static.q_len, static.q_stride, static.head_dim,
         static.head_width, static.block_q, edge,
     )  # fmt: skip
     d_o = load_rows(
-        d_out, q_start, static.q_len, static.heads * static.value_dim, static.value_dim,
+        d_out, q_start, static.q_len, static.o_stride, static.value_dim,
         static.value_width, static.block_q, edge,
     )  # fmt: skip
     # Past the last query lse is inf: exp2(logits - inf) is 0, whatever the logits.
@@ -275,25 +270,20 @@ def dq_kernel(
     i = static.q_blocks - 1 - program % static.q_blocks
     head = program // static.q_blocks % static.heads
     batch = program // (static.q_blocks * static.heads)
-    group: tl.constexpr = static.heads // static.kv_heads
-    q_stride: tl.constexpr = static.heads * static.head_dim
-    o_stride: tl.constexpr = static.heads * static.value_dim
-    k_stride: tl.constexpr = static.kv_heads * static.head_dim
-    v_stride: tl.constexpr = static.kv_heads * static.value_dim
     row = tl.cast(batch, tl.int64)
-    q_base = row * (static.q_len * q_stride) + head * static.head_dim
-    d_out += row * (static.q_len * o_stride) + head * static.value_dim
-    key += row * (static.kv_len * k_stride) + head // group * static.head_dim
-    value += row * (static.kv_len * v_stride) + head // group * static.value_dim
+    q_base = row * (static.q_len * static.q_stride) + head * static.head_dim
+    d_out += row * (static.q_len * static.o_stride) + head * static.value_dim
+    key += row * (static.kv_len * static.k_stride) + head // static.group * static.head_dim
+    value += row * (static.kv_len * static.v_stride) + head // static.group * static.value_dim
     at = (row * static.heads + head) * static.q_len
 
     q_start = i * static.block_q
     q = load_rows(
-        query + q_base, q_start, static.q_len, q_stride, static.head_dim, static.head_width,
+        query + q_base, q_start, static.q_len, static.q_stride, static.head_dim, static.head_width,
         static.block_q, static.ragged_queries,
     )  # fmt: skip
     d_o = load_rows(
-        d_out, q_start, static.q_len, o_stride, static.value_dim, static.value_width,
+        d_out, q_start, static.q_len, static.o_stride, static.value_dim, static.value_width,
         static.block_q, static.ragged_queries,
     )  # fmt: skip
     row_lse = load_vector(lse + at, q_start, static.q_len, static.block_q, float("inf"))[:, None]
@@ -323,8 +313,8 @@ def dq_kernel(
                 static,
             )  # fmt: skip
     store_rows(
-        d_query + q_base, d_q * static.scale, q_start, static.q_len, q_stride, static.head_dim,
-        static.head_width, static.block_q,
+        d_query + q_base, d_q * static.scale, q_start, static.q_len, static.q_stride,
+        static.head_dim, static.head_width, static.block_q,
     )  # fmt: skip
     if static.sinks:
         index = q_start + tl.arange(0, static.block_q)
@@ -342,11 +332,11 @@ def _dq_step(
     """Add the contribution of one block of keys."""
     edge: tl.constexpr = masked and static.ragged_keys
     k = load_rows(
-        key, k_start, static.kv_len, static.kv_heads * static.head_dim, static.head_dim,
+        key, k_start, static.kv_len, static.k_stride, static.head_dim,
         static.head_width, static.block_k, edge,
     )  # fmt: skip
     v = load_rows(
-        value, k_start, static.kv_len, static.kv_heads * static.value_dim, static.value_dim,
+        value, k_start, static.kv_len, static.v_stride, static.value_dim,
         static.value_width, static.block_k, edge,
     )  # fmt: skip
     products = tl.dot(q, tl.trans(k), input_precision=static.precision)

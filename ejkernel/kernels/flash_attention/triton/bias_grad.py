@@ -127,30 +127,27 @@ def _d_logits_tile(
     dropout_counters: Pointer, static: FlashStaticArguments,
 ):  # fmt: skip
     """Gradients of the logits of one tile."""
-    group: tl.constexpr = static.heads // static.kv_heads
-    q_stride: tl.constexpr = static.heads * static.head_dim
-    o_stride: tl.constexpr = static.heads * static.value_dim
-    k_stride: tl.constexpr = static.kv_heads * static.head_dim
-    v_stride: tl.constexpr = static.kv_heads * static.value_dim
     row = tl.cast(batch, tl.int64)
     at = (row * static.heads + head) * static.q_len
     q = load_rows(
-        query + row * (static.q_len * q_stride) + head * static.head_dim, q_start, static.q_len,
-        q_stride, static.head_dim, static.head_width, static.block_q, static.ragged_queries,
+        query + row * (static.q_len * static.q_stride) + head * static.head_dim, q_start,
+        static.q_len, static.q_stride, static.head_dim, static.head_width, static.block_q,
+        static.ragged_queries,
     )  # fmt: skip
     d_o = load_rows(
-        d_out + row * (static.q_len * o_stride) + head * static.value_dim, q_start, static.q_len,
-        o_stride, static.value_dim, static.value_width, static.block_q, static.ragged_queries,
+        d_out + row * (static.q_len * static.o_stride) + head * static.value_dim, q_start,
+        static.q_len, static.o_stride, static.value_dim, static.value_width, static.block_q,
+        static.ragged_queries,
     )  # fmt: skip
     k = load_rows(
-        key + row * (static.kv_len * k_stride) + head // group * static.head_dim, k_start,
-        static.kv_len, k_stride, static.head_dim, static.head_width, static.block_k,
+        key + row * (static.kv_len * static.k_stride) + head // static.group * static.head_dim,
+        k_start, static.kv_len, static.k_stride, static.head_dim, static.head_width, static.block_k,
         static.ragged_keys,
     )  # fmt: skip
     v = load_rows(
-        value + row * (static.kv_len * v_stride) + head // group * static.value_dim, k_start,
-        static.kv_len, v_stride, static.value_dim, static.value_width, static.block_k,
-        static.ragged_keys,
+        value + row * (static.kv_len * static.v_stride) + head // static.group * static.value_dim,
+        k_start, static.kv_len, static.v_stride, static.value_dim, static.value_width,
+        static.block_k, static.ragged_keys,
     )  # fmt: skip
     row_lse = load_vector(lse + at, q_start, static.q_len, static.block_q, float("inf"))[:, None]
     row_delta = load_vector(delta + at, q_start, static.q_len, static.block_q, 0.0)[:, None]

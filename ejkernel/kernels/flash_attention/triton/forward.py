@@ -71,22 +71,17 @@ def forward_kernel(
     i = static.q_blocks - 1 - program % static.q_blocks
     head = program // static.q_blocks % static.heads
     batch = program // (static.q_blocks * static.heads)
-    group: tl.constexpr = static.heads // static.kv_heads
-    q_stride: tl.constexpr = static.heads * static.head_dim
-    o_stride: tl.constexpr = static.heads * static.value_dim
-    k_stride: tl.constexpr = static.kv_heads * static.head_dim
-    v_stride: tl.constexpr = static.kv_heads * static.value_dim
     row = tl.cast(batch, tl.int64)
-    query += row * (static.q_len * q_stride) + head * static.head_dim
-    key += row * (static.kv_len * k_stride) + head // group * static.head_dim
-    value += row * (static.kv_len * v_stride) + head // group * static.value_dim
-    out += row * (static.q_len * o_stride) + head * static.value_dim
+    query += row * (static.q_len * static.q_stride) + head * static.head_dim
+    key += row * (static.kv_len * static.k_stride) + head // static.group * static.head_dim
+    value += row * (static.kv_len * static.v_stride) + head // static.group * static.value_dim
+    out += row * (static.q_len * static.o_stride) + head * static.value_dim
     lse += (row * static.heads + head) * static.q_len
 
     q_start = i * static.block_q
     q = load_rows(
-        query, q_start, static.q_len, q_stride, static.head_dim, static.head_width, static.block_q,
-        static.ragged_queries,
+        query, q_start, static.q_len, static.q_stride, static.head_dim, static.head_width,
+        static.block_q, static.ragged_queries,
     )  # fmt: skip
     acc = tl.full([static.block_q, static.value_width], 0.0, tl.float32)
     # The running max starts at a finite number: -inf minus it is -inf, not NaN.
@@ -118,7 +113,7 @@ def forward_kernel(
         acc = acc * static.dropout_scale
     acc = acc / denominator[:, None]
     store_rows(
-        out, acc, q_start, static.q_len, o_stride, static.value_dim, static.value_width,
+        out, acc, q_start, static.q_len, static.o_stride, static.value_dim, static.value_width,
         static.block_q,
     )  # fmt: skip
     natural = (row_max + tl.log2(tl.where(visible, row_sum, 1.0))) * static.ln_2
@@ -134,12 +129,10 @@ def _forward_step(
     static: FlashStaticArguments,
 ):  # fmt: skip
     """The running softmax after one more block of keys."""
-    k_stride: tl.constexpr = static.kv_heads * static.head_dim
-    v_stride: tl.constexpr = static.kv_heads * static.value_dim
     edge: tl.constexpr = masked and static.ragged_keys
     k = load_rows(
-        key, k_start, static.kv_len, k_stride, static.head_dim, static.head_width, static.block_k,
-        edge,
+        key, k_start, static.kv_len, static.k_stride, static.head_dim, static.head_width,
+        static.block_k, edge,
     )  # fmt: skip
     x = tl.dot(q, tl.trans(k), input_precision=static.precision)
     x = tile_logits(x, q_start, k_start, batch, head, bias, edge, static, False)
@@ -156,7 +149,7 @@ def _forward_step(
         keep = dropout_keep(q_start, k_start, batch, head, dropout_counters, static, False)
         weights = tl.where(keep, weights, 0.0)
     v = load_rows(
-        value, k_start, static.kv_len, v_stride, static.value_dim, static.value_width,
+        value, k_start, static.kv_len, static.v_stride, static.value_dim, static.value_width,
         static.block_k, edge,
     )  # fmt: skip
     acc = acc * alpha[:, None]

@@ -93,6 +93,27 @@ class FlashStaticArguments(StaticArguments):
     dense_mask_rows: int
     dense_mask_width: int
 
+    @property
+    def group(self) -> int:
+        """Query heads of a key head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def q_stride(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def o_stride(self) -> int:
+        return self.heads * self.value_dim
+
+    @property
+    def k_stride(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    @property
+    def v_stride(self) -> int:
+        return self.kv_heads * self.value_dim
+
 
 class FlashOperands(NamedTuple):
     """Arrays that every kernel takes, in this order."""

@@ -45,7 +45,7 @@ def why_not(inputs: Inputs, spec: Spec, device: Device) -> str | None:
     return bridge.why_not(device, *checked)
 
 
-_FEATURES = frozenset(
+FEATURES = frozenset(
     {
         "k_scale",
         "kv_layout",
@@ -59,7 +59,7 @@ _FEATURES = frozenset(
 IMPLEMENTATION = Implementation(
     forward=Pass(
         run=run_forward,
-        features=_FEATURES,
+        features=FEATURES,
         why_not=why_not,
         heuristic=lambda *call: configurations(*call)[0],
         candidates=configurations,
