@@ -5,7 +5,7 @@ hop are float32.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import jax
@@ -28,7 +28,7 @@ class _TransferBarrier:
     def __init__(self, incoming: ring.Incoming):
         self.incoming = incoming
 
-    def __call__(self, results: list[jax.Array]) -> list[jax.Array]:
+    def __call__(self, results: Sequence[jax.Array]) -> Sequence[jax.Array]:
         results, self.incoming = ring.wait_for_both(results, self.incoming)
         return results
 

@@ -12,7 +12,7 @@ the mask hides is neither loaded nor visited. Where the mask differs between bat
 the schedule lists all of them and the grid has one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -37,7 +37,7 @@ from ejkernel.ops.meshes import result_shape
 from ejkernel.types.rules import Everything
 
 # From the results of a kernel to those that are used: ring attention orders its communication so.
-ResultHook = Callable[[list[jax.Array]], list[jax.Array]]
+ResultHook = Callable[[Sequence[jax.Array]], Sequence[jax.Array]]
 
 
 class FlashTileSize(NamedTuple):
@@ -267,7 +267,7 @@ class FlashCall:
         scratch: list[pl.MemoryRef],
         *,
         sequential: bool = False,
-    ) -> list[jax.Array]:
+    ) -> Sequence[jax.Array]:
         """Run `kernel(call, refs)`; `sequential`: no two of its steps at the same time."""
         scalars = self._scalars()
         zeroed = [i for i, x in enumerate(results) if x.zeroed]
