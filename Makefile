@@ -27,7 +27,7 @@ help:
 	@echo "make test-gpu      NVIDIA kernels, interpreted and compiled; needs no GPU"
 	@echo "make test-nightly  transformations of all workloads, slow tests of TPU and NVIDIA kernels; hours"
 	@echo "make test-package  build a wheel from the sdist, install it alone, run its demo"
-	@echo "make lint          ruff and pyright (make format applies ruff's fixes)"
+	@echo "make lint          ruff, pyright, types of the public interface (make format applies ruff's fixes)"
 	@echo "make bench         measure the CPU benchmarks (make tables only rewrites the generated tables)"
 	@echo "make clean         remove environments and caches"
 
@@ -78,6 +78,7 @@ lint: $(stamp)-dev
 	$(bin)/ruff check .
 	$(bin)/ruff format --check .
 	$(bin)/pyright --pythonpath $(bin)/python
+	$(bin)/python tools/typed.py --least 95
 
 format: $(stamp)-dev
 	$(bin)/ruff check --fix .

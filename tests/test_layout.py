@@ -1,6 +1,8 @@
 """The tree keeps its shape: layers point one way, files stay small, an op has its files."""
 
 import ast
+import functools
+import importlib.util
 import os
 import subprocess
 import sys
@@ -18,13 +20,20 @@ LONGEST_FILE = 700
 # An interface: one class whose methods are docstrings and one call each.
 LONGEST_INTERFACE = {"ejkernel/types/mask.py": 820}
 
+_SPEC = importlib.util.spec_from_file_location("code_metrics", ROOT / "tools" / "code_metrics.py")
+code_metrics = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(code_metrics)
+
 # From the bottom up: a file may import from its own layer and from those before it.
 LAYERS = ("errors", "settings", "xla_utils", "types", "ops", "kernels", "modules", "cli")
 # `ejkernel/__init__.py` itself re-exports from here and may be imported from the command line only.
 TOP_LEVEL_IMPORTS = "ops"
 
 FILES_OF_EVERY_OP = {"__init__.py", "api.py", "workloads.py"}
-FILES_OF_AN_OP_OF_ITS_OWN = {"reference.py", "xla.py"}
+FILES_OF_AN_OP_OF_ITS_OWN = {"reference.py", "xla"}
+# The modules, or folders of modules, that hold kernels: loaded when a call may use them.
+PLATFORMS = ("cudnn", "pallas_sm90", "pallas_tpu", "triton", "xla")
+MOST_UNTYPED = 0.10  # of all parameters of the package
 
 
 def _relative(path):
@@ -120,17 +129,101 @@ def test_one_folder_for_each_operation():
 @pytest.mark.parametrize("op", OPS)
 def test_an_operation_has_its_files(op):
     """One that only renames another has no kernels; every other has a definition and XLA."""
-    files = {path.name for path in (PACKAGE / "kernels" / op).glob("*.py")}
+    names = {path.name for path in (PACKAGE / "kernels" / op).iterdir()}
+    names |= {name.removesuffix(".py") for name in names}
     renamed = not any(f".{op}." in source.where for source in kernel_registry.op(op).sources)
-    assert files >= FILES_OF_EVERY_OP | (set() if renamed else FILES_OF_AN_OP_OF_ITS_OWN)
+    assert names >= FILES_OF_EVERY_OP | (set() if renamed else FILES_OF_AN_OP_OF_ITS_OWN)
+
+
+def _platforms():
+    """Every platform of every operation, as a file or as a folder."""
+    return [
+        path
+        for path in sorted((PACKAGE / "kernels").glob("*/*"))
+        if path.parent.name in OPS and path.name.removesuffix(".py") in PLATFORMS
+    ]
+
+
+def test_every_source_is_a_platform_of_its_operation():
+    """So that what the following tests say of platforms is said of all implementations."""
+    sources = {source.where for op in OPS for source in kernel_registry.op(op).sources}
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in _platforms()
+    }
+    assert sources == set(modules)
+
+
+@pytest.mark.parametrize("path", _platforms(), ids=_relative)
+def test_a_platform_has_an_implementation(path):
+    """A folder has it in its `__init__.py`, which says what is supported and dispatches."""
+    tree = ast.parse((path / "__init__.py" if path.is_dir() else path).read_text())
+    assigned = [x for node in tree.body if isinstance(node, ast.Assign) for x in node.targets]
+    assert "IMPLEMENTATION" in [getattr(target, "id", None) for target in assigned]
+
+
+def _users(module):
+    """The operations whose files import a module, themselves or through another of `common/`."""
+    users, asked, seen = set(), [module], set()
+    while asked:
+        name = asked.pop()
+        seen.add(name)
+        for path in (PACKAGE / "kernels").rglob("*.py"):
+            if not any(x == name or x.startswith(name + ".") for x in _names_imported(path)):
+                continue
+            folder = path.relative_to(PACKAGE / "kernels").parts[0]
+            own = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+            if folder != "common":
+                users.add(folder)
+            elif own not in seen:
+                asked.append(own)
+    return users
+
+
+@functools.cache
+def _names_imported(path):
+    """Modules that a file imports, and what it imports from them, either may be the module."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module)
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return frozenset(found)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for path in sorted((PACKAGE / "kernels" / "common").rglob("*.py"))
+        if path.read_text()
+    ],
+)
+def test_what_is_common_belongs_to_several_operations(module):
+    assert len(_users(module)) >= 2
+
+
+def test_no_private_name_crosses_a_file():
+    assert code_metrics.private_names() == []
+
+
+def test_no_function_stands_in_two_files():
+    assert code_metrics.identical_bodies() == []
+
+
+def test_parameters_have_types():
+    untyped, count = code_metrics.parameters()
+    assert len(untyped) / count < MOST_UNTYPED, untyped
 
 
 _PLATFORM_MODULES_LOADED = """
 import sys
 import {module}
-platforms = ("cuda", "pallas", "reference", "triton", "xla")
+platforms = {{"reference", *{platforms}}}
 for name in sorted(sys.modules):
-    if name.startswith("ejkernel.kernels.") and name.split(".")[-1].split("_")[0] in platforms:
+    # Any part of the path may be a platform: of a folder also the modules inside.
+    if name.startswith("ejkernel.kernels.") and platforms.intersection(name.split(".")[2:]):
         print(name)
     if name in ("jax.experimental.pallas", "triton", "jax_triton", "rich", "typer", "matplotlib"):
         print(name)
@@ -145,9 +238,19 @@ def test_importing_loads_no_platform_and_leaves_no_trace(tmp_path, module):
         **places,
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    code = _PLATFORM_MODULES_LOADED.format(module=module)
-    run = [sys.executable, "-W", "error", "-c", code]
-    done = subprocess.run(run, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    done = _platform_modules_loaded(module, environment, tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == []
     assert list(tmp_path.rglob("*")) == []
+
+
+def _platform_modules_loaded(module, environment, folder):
+    code = _PLATFORM_MODULES_LOADED.format(module=module, platforms=PLATFORMS)
+    run = [sys.executable, "-W", "error", "-c", code]
+    return subprocess.run(run, env=environment, cwd=folder, capture_output=True, text=True)
+
+
+def test_the_check_of_platforms_sees_folders_and_files(tmp_path):
+    module = "ejkernel.kernels.flash_attention.xla.tiles, ejkernel.kernels.mean_pooling.xla"
+    found = _platform_modules_loaded(module, os.environ, tmp_path).stdout.split()
+    assert {"ejkernel.kernels.flash_attention.xla", "ejkernel.kernels.mean_pooling.xla"} < {*found}

@@ -72,9 +72,21 @@ class _Params(_Plain):
 class FwdParams(_Params):
     """Tiles and launch parameters of a forward pass; None: the implementation's own choice.
 
-    Flash attention on TPUs also reads `blocksize_heads`, the query heads of a key head that a step
-    computes, and `mxu_width`, the width of the matrix unit. `blocksize_m`, `blocksize_k` and
-    `blocksize_n` are read by no forward pass.
+    cuDNN reads none of them. The fields that nothing reads belong to the interface of the original
+    package: configurations that set them load, and mean the same without them.
+
+    Args:
+        q_blocksize: queries of a tile; read by XLA, Triton, Mosaic GPU and Mosaic TPU.
+        kv_blocksize: keys of a tile; read by the same.
+        num_warps: warps of a thread block; read by Triton.
+        num_stages: stages of the pipeline of key and value tiles; read by Triton and Mosaic GPU.
+        blocksize_heads: query heads of a key head that a step computes; read by Mosaic TPU.
+        mxu_width: columns that the matrix unit multiplies at once; read by Mosaic TPU.
+        blocksize_m: read by no forward pass.
+        blocksize_k: read by no forward pass.
+        blocksize_n: read by no forward pass.
+        blocksize_keys: read by nothing.
+        num_key_splits: read by nothing; split-KV is chosen by the shape of the call.
 
     Raises:
         ValueError: a field is neither None nor a positive int.
@@ -100,13 +112,23 @@ class FwdParams(_Params):
 class BwdParams(_Params):
     """Tiles and launch parameters of a backward pass; None: the implementation's own choice.
 
-    With `deterministic=False` gradients may be added up in any order: faster where a kernel knows
-    how, but not the same bits in every run.
+    cuDNN reads none of them.
 
-    `blocksize_m` and `blocksize_n` are the queries and keys of a tile of the separate dQ kernel in
-    Triton; `blocksize_k` is read by no backward pass. Flash attention on TPUs also reads
-    `blocksize_heads`, the query heads of a key head that a step computes, `resident_queries`, the
-    queries whose gradient stays in VMEM, and `mxu_width`, the width of the matrix unit.
+    Args:
+        q_blocksize: queries of a tile, of the kernel of dK and dV where dQ has one of its own; read
+            by XLA, Triton, Mosaic GPU and Mosaic TPU.
+        kv_blocksize: keys of the same tile; read by the same.
+        blocksize_m: queries of a tile of the kernel of dQ; read by Triton.
+        blocksize_n: keys of a tile of the kernel of dQ; read by Triton.
+        blocksize_k: read by nothing; part of the interface of the original package.
+        num_warps: warps of a thread block; read by Triton.
+        num_stages: stages of the pipeline; read by Triton and Mosaic GPU.
+        deterministic: with False, gradients may be added up in any order: faster where a kernel
+            supports it, but not the same bits in every run. Read by Mosaic GPU, whose fused
+            backward it allows.
+        blocksize_heads: query heads of a key head that a step computes; read by Mosaic TPU.
+        resident_queries: queries whose gradient stays in VMEM; read by Mosaic TPU.
+        mxu_width: columns that the matrix unit multiplies at once; read by Mosaic TPU.
 
     Raises:
         ValueError: a field is neither None nor a positive int, or `deterministic` no bool.

@@ -7,9 +7,9 @@ from ejkernel.ops.config import Config
 
 @dataclasses.dataclass(frozen=True)
 class PagedConfig(Config):
-    """What every implementation over pages asks its configuration."""
+    """What every implementation over pages asks its configuration, whatever its op calls it."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -36,6 +36,13 @@ class PagedConfig(Config):
 @dataclasses.dataclass(frozen=True)
 class RaggedPageAttentionv3Config(PagedConfig):
     """Blocks and launch parameters; what is left None is chosen for the call.
+
+    Args:
+        num_kv_pages_per_block: pages of a block of keys; read by XLA, Triton and Mosaic TPU.
+        num_queries_per_block: queries of a sequence in a block; read by the same.
+        num_warps: warps of a thread block; read by Triton.
+        num_stages: stages of the pipeline of key and value tiles; read by Triton.
+        chunk_prefill_size: read by nothing; part of the interface of the original package.
 
     >>> RaggedPageAttentionv3Config(num_kv_pages_per_block=8).num_queries_per_block is None
     True
