@@ -1,4 +1,4 @@
-"""Linear attention whose state fades by gates, in time and memory linear in the sequence."""
+"""Linear attention whose state decays by gates, in time and memory linear in the sequence."""
 
 from ejkernel.kernels.gla_attention.config import GLAttentionConfig
 from ejkernel.kernels.gla_attention.inputs import Outputs, sample

@@ -61,7 +61,7 @@ def sequences(inputs: Inputs) -> int:
 
 
 def sample(inputs: Inputs, drawn: Inputs, spec: Spec) -> Inputs:
-    """Data to tune on: gates that fade, and sequences of one length where none are known yet."""
+    """Data to tune on: gates that decay, and sequences of one length where none are known yet."""
     decays = {
         name: -jnp.abs(x)
         for name in ("gate", "g_gamma", "gv")

@@ -37,8 +37,8 @@ def forward(
 
     def step(states: jax.Array, token: tuple) -> tuple[jax.Array, jax.Array]:
         query, key, value, row_decay, column_decay, belongs = token
-        fade = jnp.exp(row_decay[..., :, None] + column_decay[..., None, :])
-        after = fade[:, None] * states + (key[..., :, None] * value[..., None, :])[:, None]
+        decay = jnp.exp(row_decay[..., :, None] + column_decay[..., None, :])
+        after = decay[:, None] * states + (key[..., :, None] * value[..., None, :])[:, None]
         chosen = belongs[..., None, None, None]
         states = jnp.where(chosen, after, states)
         state = jnp.where(chosen, after, 0.0).sum(1)

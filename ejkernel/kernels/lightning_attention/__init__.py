@@ -1,4 +1,4 @@
-"""Lightning attention: gated linear attention in which every head fades at a pace of its own."""
+"""Lightning attention: gated linear attention in which every head has a decay of its own."""
 
 from ejkernel.kernels.gla_attention import OP as GLA_ATTENTION
 from ejkernel.kernels.lightning_attention.config import LightningAttentionConfig

@@ -3,8 +3,9 @@
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels.gla_attention.workloads import attention
 from ejkernel.kernels.native_sparse_attention.config import NativeSparseAttentionConfig
-from ejkernel.ops.workload import Draw, Workload, normal, value
+from ejkernel.ops.workload import Draw, Workload, value
 
 
 def _attention(
@@ -15,11 +16,7 @@ def _attention(
     head_dim: int = 16,
     value_dim: int | None = None,
 ) -> dict[str, Draw]:
-    return {
-        "query": normal(batch, length, heads, head_dim),
-        "key": normal(batch, length, kv_heads, head_dim),
-        "value": normal(batch, length, kv_heads, value_dim or head_dim),
-    }
+    return attention(batch, length, heads, kv_heads, head_dim, value_dim)
 
 
 def _blocks(*shape: int, of: int) -> Draw:

@@ -91,9 +91,14 @@ def reading_inputs(
     )
 
 
+def attention_call(inputs: Inputs, spec: Spec) -> reading.Inputs:
+    """The call that reads the cache as it is given; it has the shapes of the one that follows."""
+    return reading_inputs(inputs, spec, inputs.key_pages, inputs.value_pages)
+
+
 def sample(inputs: Inputs, drawn: Inputs, spec: Spec) -> Inputs:
     """Data to tune on, as that of the call that only reads."""
-    call, data = (reading_inputs(x, spec, x.key_pages, x.value_pages) for x in (inputs, drawn))
+    call, data = (attention_call(x, spec) for x in (inputs, drawn))
     likely = reading.sample(call, data, spec)
     names = ("query_starts", "query_lens", "kv_lens", "page_indices")
     return drawn._replace(**{name: getattr(likely, name) for name in names})

@@ -21,7 +21,6 @@ from ejkernel.kernels.common.mosaic_tpu.memory import MEBIBYTE, core_of, vmem_by
 from ejkernel.kernels.common.mosaic_tpu.vectors import ArrayOrRef
 from ejkernel.kernels.common.paged import cache_axes, stored
 from ejkernel.kernels.common.refs import Ref
-from ejkernel.kernels.ragged_page_attention_v3 import inputs as attention_inputs
 from ejkernel.kernels.ragged_page_attention_v3 import pallas_tpu as attention
 from ejkernel.kernels.ragged_page_attention_v3.config import PagedConfig
 from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu.configs import cache_layout
@@ -30,6 +29,7 @@ from ejkernel.kernels.ragged_page_attention_v3_update.inputs import (
     Inputs,
     Outputs,
     Spec,
+    attention_call,
     reading_inputs,
 )
 from ejkernel.kernels.ragged_page_attention_v3_update.xla import Residuals
@@ -56,7 +56,7 @@ def run_forward(
 
 def why_not(inputs: Inputs, spec: Spec, device: Device) -> str | None:
     """Why the kernels do not support a call."""
-    call = _attention_call(inputs, spec)
+    call = attention_call(inputs, spec)
     if reason := attention.why_not(call, spec, device):
         return reason
     if 16 * max_page_writes(inputs, cache_layout(call, spec).page_size) > core_of(device).smem // 2:
@@ -73,11 +73,7 @@ def heuristic(inputs: Inputs, spec: Spec, device: Device | None) -> PagedConfig:
 
 def candidates(inputs: Inputs, spec: Spec, device: Device) -> list[PagedConfig]:
     """The candidates of the attention."""
-    return attention.candidates(_attention_call(inputs, spec), spec, device)
-
-
-def _attention_call(inputs: Inputs, spec: Spec) -> attention_inputs.Inputs:
-    return reading_inputs(inputs, spec, inputs.key_pages, inputs.value_pages)
+    return attention.candidates(attention_call(inputs, spec), spec, device)
 
 
 class PageWrites(NamedTuple):
@@ -126,7 +122,7 @@ class PageBuffers(NamedTuple):
 
 def _update_fits(inputs: Inputs, spec: Spec, device: Device) -> bool:
     """Whether a page fits into VMEM, if pages have to be updated there."""
-    layout = cache_layout(_attention_call(inputs, spec), spec)
+    layout = cache_layout(attention_call(inputs, spec), spec)
     if not layout.heads_first:
         return True
     pairs = ((inputs.key, inputs.key_pages), (inputs.value, inputs.value_pages))
@@ -135,7 +131,7 @@ def _update_fits(inputs: Inputs, spec: Spec, device: Device) -> bool:
 
 def write_tokens(inputs: Inputs, spec: Spec, device: Device) -> tuple[jax.Array, jax.Array]:
     """Keys and values of the cache with the new tokens."""
-    layout = cache_layout(_attention_call(inputs, spec), spec)
+    layout = cache_layout(attention_call(inputs, spec), spec)
     writes = _page_writes(inputs, spec)
     pages = []
     for tokens, scale, given in (

@@ -160,3 +160,19 @@ def sort_by_head_in_words(layout: CacheLayout, blocks: VmemRef, by_head: Ref, st
             for i, half in enumerate(swap_halves(found[:, 0], found[:, 1])):
                 half = half.reshape(slots // 2, half.shape[-1])
                 by_head[2 * pair + i, place] = pltpu.bitcast(half, by_head.dtype)
+
+
+def rows_by_part(x: jax.Array, parts: int) -> jax.Array:
+    """[queries, n, d] -> [parts, rows, d]"""
+    size, heads, width = x.shape
+    if parts > 1:
+        x = x.reshape(size, parts, heads // parts, width).swapaxes(0, 1)
+    return x.reshape(parts, size * heads // parts, width)
+
+
+def rows_by_query(x: jax.Array, queries: int) -> jax.Array:
+    """[parts, rows, d] -> [queries, n, d]"""
+    parts, rows, width = x.shape
+    if parts > 1:
+        x = x.reshape(parts, queries, rows // queries, width).swapaxes(0, 1)
+    return x.reshape(queries, parts * rows // queries, width)

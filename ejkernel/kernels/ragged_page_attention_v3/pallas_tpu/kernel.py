@@ -10,18 +10,17 @@ There are two ways to multiply queries with keys:
     by head  Many queries. Keys and values are sorted by head first, once for all queries.
 
 A step is one block of one tile. The steps of all tiles follow each other without a gap: while a
-step computes, the pages of the next steps are copied, and before them their table entries.
+step computes, the pages of the next steps are copied, and before them their table entries. Only
+pages that a query of the tile sees are copied.
 
     page table   HBM -> SMEM   a ring buffer of chunks
     pages        HBM -> VMEM   a ring buffer of blocks
     rows         HBM <-> VMEM  the queries of the next tile, the results of the previous ones
-
-Only pages that a query of the tile sees are copied.
 """
 
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel import settings
-from ejkernel.kernels.common.mosaic_tpu.copies import AsyncCopy, for_each_chunk
+from ejkernel.kernels.common.mosaic_tpu.copies import AsyncCopy, RowCopies
 from ejkernel.kernels.common.mosaic_tpu.vectors import LANES, LEAST, matmul_nn, matmul_nt
 from ejkernel.kernels.common.precision import LOG2_E
 from ejkernel.kernels.common.refs import Index, Ref
@@ -136,33 +135,6 @@ def run_kernel(
     lse = lse.reshape(count, parts, lane_rows * LANES)[:, :, :rows]
     lse = lse.reshape(count, parts, config.tile_queries, heads // parts).swapaxes(1, 2)
     return out, lse.reshape(count, config.tile_queries, heads)
-
-
-class RowCopies(NamedTuple):
-    """The copies of a tile's rows between HBM and its stage in VMEM, in chunks."""
-
-    row: jax.Array
-    rows: jax.Array
-    stage: jax.Array
-    array: Ref
-    tiles: Ref
-    semaphore: Ref
-    to_hbm: bool = False
-
-    def start(self) -> None:
-        self._for_each(lambda copy: copy.start())
-
-    def wait(self) -> None:
-        self._for_each(lambda copy: copy.wait())
-
-    def _for_each(self, act: Callable[[AsyncCopy], None]) -> None:
-        def one(offset: jax.Array, size: int) -> None:
-            in_hbm = self.array.at[pl.ds(self.row + offset, size)]
-            in_vmem = self.tiles.at[self.stage, pl.ds(offset, size)]
-            ends = (in_vmem, in_hbm) if self.to_hbm else (in_hbm, in_vmem)
-            act(pltpu.make_async_copy(*ends, self.semaphore))
-
-        for_each_chunk(self.rows, min(self.tiles.shape[1], self.array.shape[0]), one)
 
 
 class CopyPipeline:
@@ -365,8 +337,7 @@ class PagedAttentionKernel:
         spec: Spec,
         refs: KernelRefs,
     ):
-        self.config, self.layout, self.spec, self.refs = config, layout, spec, refs
-        self.work = work
+        self.config, self.layout, self.spec, self.refs, self.work = config, layout, spec, refs, work
         self.copies = CopyPipeline(config, layout, work, refs)
         self.block_positions = config.block_pages * layout.page_size
         self.heads = refs.query.shape[1]
@@ -455,24 +426,10 @@ class PagedAttentionKernel:
     def _begin_tile(self, item: jax.Array) -> None:
         refs = self.refs
         query = refs.query_tiles[item & 1].astype(refs.query_rows.dtype)
-        refs.query_rows[...] = self._by_part(query)
+        refs.query_rows[...] = block_layout.rows_by_part(query, self.parts)
         refs.row_max[...] = jnp.full_like(refs.row_max, LEAST)
         refs.row_sum[...] = jnp.zeros_like(refs.row_sum)
         refs.acc[...] = jnp.zeros_like(refs.acc)
-
-    def _by_part(self, x: jax.Array) -> jax.Array:
-        """[queries, n, d] -> [parts, rows, d]"""
-        size, heads, width = x.shape
-        if self.parts > 1:
-            x = x.reshape(size, self.parts, heads // self.parts, width).swapaxes(0, 1)
-        return x.reshape(self.parts, self.rows, width)
-
-    def _by_query(self, x: jax.Array) -> jax.Array:
-        """[parts, rows, d] -> [queries, n, d]"""
-        size, width = self.config.tile_queries, x.shape[-1]
-        if self.parts > 1:
-            x = x.reshape(self.parts, size, self.heads // self.parts, width).swapaxes(0, 1)
-        return x.reshape(size, self.heads, width)
 
     def _end_tile(self, item: jax.Array) -> None:
         refs, stage = self.refs, item & 1
@@ -496,7 +453,9 @@ class PagedAttentionKernel:
             lse = row_max * (1 / LOG2_E) + jnp.log(row_sum)
             refs.lse_tiles[stage, part] = block_layout.column_to_lanes(lse)
 
-        refs.out_tiles[stage] = self._by_query(refs.acc[...]).astype(refs.out_tiles.dtype)
+        refs.out_tiles[stage] = block_layout.rows_by_query(
+            refs.acc[...], self.config.tile_queries
+        ).astype(refs.out_tiles.dtype)
 
     def _per_row(self, x: jax.Array) -> jax.Array:
         """[heads of a part, d] -> [rows, d]"""
