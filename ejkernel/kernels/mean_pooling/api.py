@@ -1,7 +1,7 @@
 """The call: what it takes, what it means, how it becomes `Inputs` and `Spec`."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -131,4 +131,4 @@ class MeanPooling(Module):
     """Mean pooling as an object; see `mean_pooling`."""
 
     __call__ = BoundFunction(mean_pooling)
-    config = MeanPoolingConfig
+    config: ClassVar[type[MeanPoolingConfig]] = MeanPoolingConfig

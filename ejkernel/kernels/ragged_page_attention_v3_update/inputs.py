@@ -3,6 +3,7 @@
 import dataclasses
 from typing import ClassVar, NamedTuple
 
+import jax
 from jaxtyping import Array, Float, Int, Num
 
 from ejkernel.kernels.ragged_page_attention_v3 import inputs as reading
@@ -66,7 +67,7 @@ class OutputsHNPD(Outputs):
     value_pages: Num[Array, "k p c v"]
 
 
-LAYOUTS = {
+LAYOUTS: dict[str, tuple[type[Inputs], type[Outputs]]] = {
     "NHD": (Inputs, Outputs),
     "HND": (InputsHND, OutputsHND),
     "HNPD": (InputsHNPD, OutputsHNPD),
@@ -80,7 +81,9 @@ class Spec(reading.Spec):
     config: ClassVar[type[PagedConfig]] = RaggedPageAttentionv3UpdateConfig
 
 
-def reading_inputs(inputs: Inputs, spec: Spec, key_pages, value_pages) -> reading.Inputs:
+def reading_inputs(
+    inputs: Inputs, spec: Spec, key_pages: jax.Array, value_pages: jax.Array
+) -> reading.Inputs:
     """The call that reads this cache, once the new tokens are in it."""
     rest = {name: getattr(inputs, name) for name in reading.Inputs._fields}
     return reading.APART[spec.kv_layout](
