@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import signal
 import sys
-from typing import Any, NoReturn
+from typing import NoReturn
 
 INTERRUPTED = 130  # the exit code of a shell for a process that Ctrl-C ended
 _CLEANUP_SECONDS = 3.0
@@ -34,7 +34,7 @@ def main() -> None:
     _end()
 
 
-def _interrupt(*signal_and_frame: Any) -> NoReturn:
+def _interrupt(*signal_and_frame: object) -> NoReturn:
     """Unwind, so that every command cleans up; a second Ctrl-C ends the process at once."""
     signal.signal(signal.SIGINT, _end)
     if hasattr(signal, "setitimer"):  # an extension module that is being loaded drops exceptions
@@ -43,7 +43,7 @@ def _interrupt(*signal_and_frame: Any) -> NoReturn:
     raise _InterruptedError
 
 
-def _end(*signal_and_frame: Any) -> NoReturn:
+def _end(*signal_and_frame: object) -> NoReturn:
     for child in multiprocessing.active_children():
         child.kill()
     show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""

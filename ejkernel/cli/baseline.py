@@ -60,7 +60,7 @@ def scan_tokens(
     if state is None:
         state = jnp.zeros((batch, heads, head_dim, value.shape[-1]), dtype)
 
-    def step(state: jax.Array, token: Any) -> tuple[jax.Array, jax.Array]:
+    def step(state: jax.Array, token: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         query, key, value, gate = (x.astype(dtype) for x in token)
         state = jnp.exp(gate)[..., None] * state + key[..., None] * value[..., None, :]
         return state, jnp.einsum("bhk,bhkv->bhv", query, state)

@@ -32,25 +32,27 @@ def _packed_arrays(tokens: int) -> Arrays:
     return _attention_arrays(tokens) | {"segment_ids": segment_ids.astype(np.int32)}
 
 
-def _flash(query, key, value, segment_ids):
+def _flash(query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array) -> jax.Array:
     mask_info = MaskInfo.from_segments(segment_ids)
     return modules.flash_attention(query, key, value, mask_info=mask_info, causal=True)
 
 
-def _flash_plain(query, key, value, segment_ids):
+def _flash_plain(
+    query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array
+) -> jax.Array:
     same = segment_ids[:, :, None] == segment_ids[:, None, :]
     return attend(query, key, value, mask=same[:, None], is_causal=True)
 
 
-def _scaled_dot_product(query, key, value):
+def _scaled_dot_product(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     return modules.scaled_dot_product_attention(query, key, value, causal=True)
 
 
-def _causal_plain(query, key, value):
+def _causal_plain(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     return attend(query, key, value, is_causal=True)
 
 
-def _ring(query, key, value):
+def _ring(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     return modules.ring_attention(query, key, value, causal=True)
 
 
@@ -66,13 +68,17 @@ def _block_sparse_arrays(tokens: int) -> Arrays:
     return _attention_arrays(tokens) | {"block_mask": mask}
 
 
-def _block_sparse(query, key, value, block_mask):
+def _block_sparse(
+    query: jax.Array, key: jax.Array, value: jax.Array, block_mask: jax.Array
+) -> jax.Array:
     return modules.blocksparse_attention(
         query, key, value, block_mask=block_mask, block_size=_BLOCK
     )
 
 
-def _block_sparse_plain(query, key, value, block_mask):
+def _block_sparse_plain(
+    query: jax.Array, key: jax.Array, value: jax.Array, block_mask: jax.Array
+) -> jax.Array:
     mask = jnp.repeat(jnp.repeat(block_mask, _BLOCK, axis=0), _BLOCK, axis=1)
     return attend(query, key, value, mask=mask[None, None])
 
@@ -89,13 +95,17 @@ def _native_sparse_arrays(tokens: int) -> Arrays:
     return _attention_arrays(tokens, kv_heads=1) | {"block_indices": chosen}
 
 
-def _native_sparse(query, key, value, block_indices):
+def _native_sparse(
+    query: jax.Array, key: jax.Array, value: jax.Array, block_indices: jax.Array
+) -> jax.Array:
     return modules.native_sparse_attention(
         query, key, value, block_indices=block_indices, block_size=_BLOCK
     )
 
 
-def _native_sparse_plain(query, key, value, block_indices):
+def _native_sparse_plain(
+    query: jax.Array, key: jax.Array, value: jax.Array, block_indices: jax.Array
+) -> jax.Array:
     tokens = query.shape[1]
     blocks = jnp.arange(tokens // _BLOCK)
     chosen = (block_indices[:, :, 0, :, None] == blocks).any(-2)  # [b, t, blocks]
@@ -116,22 +126,22 @@ def _gla_arrays(tokens: int) -> Arrays:
     return _linear_arrays(tokens) | {"gate": gate}
 
 
-def _gla(query, key, value, gate):
+def _gla(query: jax.Array, key: jax.Array, value: jax.Array, gate: jax.Array) -> jax.Array:
     return modules.gla_attention(query, key, value, gate)
 
 
-def _gla_plain(query, key, value, gate):
+def _gla_plain(query: jax.Array, key: jax.Array, value: jax.Array, gate: jax.Array) -> jax.Array:
     return scan_tokens(query, key, value, gate)[0]
 
 
 _LAYER, _LAYERS = 8, 32
 
 
-def _lightning(query, key, value):
+def _lightning(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     return modules.lightning_attention(query, key, value, layer_idx=_LAYER, num_layers=_LAYERS)
 
 
-def _lightning_plain(query, key, value):
+def _lightning_plain(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     heads = key.shape[2]
     log_decay = -8 / heads * (1 - _LAYER / _LAYERS) * jnp.arange(heads)
     gate = jnp.broadcast_to(log_decay[:, None], (*key.shape[:3], 1))
@@ -144,11 +154,15 @@ def _recurrent_arrays(tokens: int) -> Arrays:
     return _linear_arrays(tokens) | {"gate": gate, "state": normal(1, 2, 128, 128, seed=4)}
 
 
-def _recurrent(query, key, value, gate, state):
+def _recurrent(
+    query: jax.Array, key: jax.Array, value: jax.Array, gate: jax.Array, state: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     return modules.recurrent_attention(query, key, value, gate, state=state)
 
 
-def _recurrent_plain(query, key, value, gate, state):
+def _recurrent_plain(
+    query: jax.Array, key: jax.Array, value: jax.Array, gate: jax.Array, state: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     return scan_tokens(query, key, value, gate[..., None], state)
 
 
@@ -164,11 +178,11 @@ def _expert_arrays(tokens: int) -> Arrays:
     }
 
 
-def _grouped_matmul(inputs, weights, group_sizes):
+def _grouped_matmul(inputs: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
     return modules.grouped_matmul(inputs, weights, group_sizes=group_sizes)
 
 
-def _ragged_dot(inputs, weights, group_sizes):
+def _ragged_dot(inputs: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
     return jax.lax.ragged_dot(inputs, weights, group_sizes)
 
 
@@ -180,7 +194,7 @@ def _pooling_arrays(tokens: int) -> Arrays:
     return {"x": normal(8, length, 768), "attention_mask": mask}
 
 
-def _pooling_plain(x, attention_mask):
+def _pooling_plain(x: jax.Array, attention_mask: jax.Array) -> jax.Array:
     weights = attention_mask[..., None].astype(x.dtype)
     return (x * weights).sum(axis=1) / weights.sum(axis=1)
 

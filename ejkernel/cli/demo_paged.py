@@ -47,7 +47,13 @@ def _decode_arrays(tokens: int) -> dict[str, np.ndarray]:
     }
 
 
-def _decode(query, key_cache, value_cache, context_lens, block_tables):
+def _decode(
+    query: jax.Array,
+    key_cache: jax.Array,
+    value_cache: jax.Array,
+    context_lens: jax.Array,
+    block_tables: jax.Array,
+) -> jax.Array:
     """Decode in plain JAX."""
     key, value = (_gathered(x, block_tables) for x in (key_cache, value_cache))
     mask = jnp.arange(key.shape[1]) < context_lens[:, None]
@@ -78,7 +84,14 @@ def _mixed_arrays(tokens: int) -> dict[str, np.ndarray]:
     }
 
 
-def _mixed(query, key_pages, value_pages, cu_seqlens_q, cu_seqlens_k, page_indices):
+def _mixed(
+    query: jax.Array,
+    key_pages: jax.Array,
+    value_pages: jax.Array,
+    cu_seqlens_q: jax.Array,
+    cu_seqlens_k: jax.Array,
+    page_indices: jax.Array,
+) -> jax.Array:
     """Prefill and decode in plain JAX: the queries padded to the longest, then dense attention."""
     key, value = (_gathered(x, page_indices) for x in (key_pages, value_pages))
     sequences = page_indices.shape[0]
@@ -107,7 +120,14 @@ def _combined_arrays(tokens: int) -> dict[str, np.ndarray]:
     }
 
 
-def _combined(query, kv_pages, context_lens, block_tables, query_start_loc, num_seqs):
+def _combined(
+    query: jax.Array,
+    kv_pages: jax.Array,
+    context_lens: jax.Array,
+    block_tables: jax.Array,
+    query_start_loc: jax.Array,
+    num_seqs: jax.Array,
+) -> jax.Array:
     """As `_mixed`, after separating keys from values; every sequence counts."""
     del num_seqs
     cu_seqlens_k = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(context_lens)])
@@ -122,7 +142,16 @@ def _update_arrays(tokens: int) -> dict[str, np.ndarray]:
     return {"key": normal(*shape, seed=3), "value": normal(*shape, seed=4), **arrays}
 
 
-def _update(query, key, value, key_pages, value_pages, cu_seqlens_q, cu_seqlens_k, page_indices):
+def _update(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    key_pages: jax.Array,
+    value_pages: jax.Array,
+    cu_seqlens_q: jax.Array,
+    cu_seqlens_k: jax.Array,
+    page_indices: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Write the new tokens with an indexed update, then as `_mixed`."""
     row = jnp.arange(query.shape[0])
     sequence = jnp.searchsorted(cu_seqlens_q, row, side="right", method="compare_all") - 1

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from ejkernel.cli import measure, oracle, subjects
 from ejkernel.cli.baseline import Baseline, normal
-from ejkernel.cli.oracle import Deviation
+from ejkernel.cli.oracle import Deviation, Tree
 from ejkernel.ops import default_executor, record_invocations
 from ejkernel.ops.implementation import Choice
 from ejkernel.ops.invocation import Invocation
@@ -51,8 +52,8 @@ class Row(NamedTuple):
 class _Programs(NamedTuple):
     """One side of the comparison, compiled; both take the same arguments."""
 
-    forward: Any
-    gradient: Any
+    forward: jax.stages.Compiled
+    gradient: jax.stages.Compiled
 
 
 class _Arguments(NamedTuple):
@@ -62,13 +63,13 @@ class _Arguments(NamedTuple):
     integers: dict[str, Any]
     d_outputs: Any
 
-    def on_host(self, dtype: Any) -> "_Arguments":
+    def on_host(self, dtype: DTypeLike) -> "_Arguments":
         """In NumPy, floating-point arrays in this dtype."""
         convert = lambda x: np.asarray(x, dtype if jnp.issubdtype(x.dtype, jnp.floating) else None)
         return jax.tree.map(convert, self)
 
 
-def default_dtype() -> Any:
+def default_dtype() -> DTypeLike:
     """What models use on this device."""
     return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
 
@@ -124,7 +125,9 @@ def forward_of(function: Callable[..., Any]) -> Callable[..., Any]:
 def gradient_of(function: Callable[..., Any]) -> Callable[..., Any]:
     """The outputs of the call and the gradients of all floating-point arrays."""
 
-    def run(floats: dict, integers: dict, d_outputs: Any) -> tuple[Any, dict]:
+    def run(
+        floats: dict[str, jax.Array], integers: dict[str, jax.Array], d_outputs: Tree
+    ) -> tuple[Tree, dict[str, jax.Array]]:
         outputs, pull_back = jax.vjp(lambda floats: function(**floats, **integers), floats)
         d_outputs = jax.tree.map(lambda d, x: d.astype(x.dtype), d_outputs, outputs)
         return outputs, pull_back(d_outputs)[0]
@@ -152,7 +155,9 @@ def _compile(
     return _Programs(*programs[:2]), _Programs(*programs[2:4]), programs[4], list(calls.values())
 
 
-def _deviations(ours: Any, plain: Any, exact: Any, dtype: Any) -> Iterator[Deviation]:
+def _deviations(
+    ours: list[Any], plain: list[Any], exact: tuple[Any, Any], dtype: DTypeLike
+) -> Iterator[Deviation]:
     """The deviation of the outputs of both programs, and of the gradients."""
     outputs, gradients = exact
     for get, truth, floor in (
@@ -164,7 +169,9 @@ def _deviations(ours: Any, plain: Any, exact: Any, dtype: Any) -> Iterator[Devia
             yield _deviation(got, baseline, true, floor, dtype)
 
 
-def _deviation(got: Any, plain: Any, exact: Any, floor: float, dtype: Any) -> Deviation:
+def _deviation(
+    got: np.ndarray, plain: np.ndarray, exact: np.ndarray, floor: float, dtype: DTypeLike
+) -> Deviation:
     size = oracle.largest(exact) or 1.0
     error, unavoidable = (oracle.distance(x, exact) / size for x in (got, plain))
     most = floor * float(jnp.finfo(dtype).eps / jnp.finfo(jnp.float32).eps)
@@ -173,7 +180,9 @@ def _deviation(got: Any, plain: Any, exact: Any, floor: float, dtype: Any) -> De
     return Deviation(error, 2 * unavoidable + floor)
 
 
-def _compare(ours: Any, plain: Any, arguments: _Arguments) -> Comparison:
+def _compare(
+    ours: jax.stages.Compiled, plain: jax.stages.Compiled, arguments: _Arguments
+) -> Comparison:
     runs = [functools.partial(program, *arguments) for program in (ours, plain)]
     return Comparison(*measure.alternating(*runs, seconds=_TIMED_SECONDS))
 

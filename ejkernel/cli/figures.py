@@ -5,7 +5,7 @@ Every measurement checks its result first and raises `WrongResultError` instead 
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -38,29 +38,31 @@ def _arrays(length: int, seed: int = 0) -> tuple[jax.Array, jax.Array, jax.Array
     return draw[0], draw[1], draw[2]
 
 
-def _causal(query, key, value):
+def _causal(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     return flash_attention(query, key, value, causal=True)
 
 
-def _windowed(query, key, value):
+def _windowed(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     return flash_attention(query, key, value, causal=True, sliding_window=(256, 0))
 
 
-def _plain(query, key, value):
+def _plain(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     return jax.nn.dot_product_attention(query, key, value, is_causal=True)
 
 
-def _with_gradient(function: Callable) -> Callable:
+def _with_gradient(function: Callable[..., Any]) -> Callable[..., Any]:
     """Value and gradients for query, key and value, of a sum weighted so that no term is alike."""
 
-    def loss(query, key, value):
+    def loss(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         out = function(query, key, value)
         return jnp.sum(out * jnp.cos(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape))
 
     return jax.value_and_grad(loss, argnums=(0, 1, 2))
 
 
-def _check_rows(out: jax.Array, arrays: tuple, allowed: Callable[[int, np.ndarray], np.ndarray]):
+def _check_rows(
+    out: jax.Array, arrays: tuple[jax.Array, ...], allowed: Callable[[int, np.ndarray], np.ndarray]
+):
     """Compare some rows of a result with attention written out in float64."""
     query, key, value = (np.asarray(x[0], np.float64) for x in arrays)
     length = query.shape[0]
@@ -153,7 +155,9 @@ def packed_speed() -> float:
     document = np.arange(8192) // 1024
 
     @jax.jit
-    def packed(query, key, value, segment_ids):
+    def packed(
+        query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array
+    ) -> jax.Array:
         mask_info = MaskInfo.from_segments(segment_ids)
         return flash_attention(query, key, value, mask_info=mask_info, causal=True)
 

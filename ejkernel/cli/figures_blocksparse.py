@@ -1,6 +1,7 @@
 """The figures of block-sparse attention: what an eighth of the blocks costs against all of them."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,25 +27,32 @@ def _block_mask() -> jax.Array:
     return jnp.asarray(order.argsort(axis=1) < _BLOCKS // _ONE_IN)
 
 
-def _sparse(query, key, value, block_mask):
+def _sparse(query: jax.Array, key: jax.Array, value: jax.Array, block_mask: jax.Array) -> jax.Array:
     return blocksparse_attention(query, key, value, block_mask=block_mask, block_size=_BLOCK_SIZE)
 
 
-def _dense(query, key, value):
+def _dense(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     return flash_attention(query, key, value)
 
 
-def _with_gradients(function: Callable) -> Callable:
+def _with_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
     """Result and gradients for query, key and value; a mask comes last."""
 
-    def run(query, key, value, along, *mask):
+    def run(
+        query: jax.Array, key: jax.Array, value: jax.Array, along: jax.Array, *mask: jax.Array
+    ) -> tuple[jax.Array, ...]:
         out, pull_back = jax.vjp(lambda *arrays: function(*arrays, *mask), query, key, value)
         return out, *pull_back(along)
 
     return jax.jit(run)
 
 
-def _check(arrays: tuple, block_mask: jax.Array, out: jax.Array, gradients: tuple = ()) -> None:
+def _check(
+    arrays: tuple[jax.Array, ...],
+    block_mask: jax.Array,
+    out: jax.Array,
+    gradients: tuple[jax.Array, ...] = (),
+) -> None:
     """Compare one head with attention written out in float64, some rows of blocks at a time."""
     query, key, value, along = (np.asarray(x[0, :, 0], np.float64) for x in arrays)
     scale = _HEAD_DIM**-0.5

@@ -1,6 +1,7 @@
 """The figures of gated linear attention: in chunks, against one token after the other."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,17 +33,19 @@ def _token_by_token(
     return jnp.moveaxis(out, 0, 1)
 
 
-def _with_gradients(function: Callable) -> Callable:
+def _with_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
     """Result and gradients for all four arrays."""
 
-    def run(*arrays):
+    def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         out, pull_back = jax.vjp(function, *arrays[:4])
         return out, *pull_back(arrays[4])
 
     return run
 
 
-def _programs(ours: Callable, plain: Callable, arrays: tuple) -> tuple[Callable, Callable]:
+def _programs(
+    ours: Callable, plain: Callable, arrays: tuple[jax.Array, ...]
+) -> tuple[jax.stages.Compiled, jax.stages.Compiled]:
     """Both compiled, once their results agree."""
     mine, theirs = (jax.jit(x).lower(*arrays).compile() for x in (ours, plain))
     results = (jax.tree.leaves(program(*arrays)) for program in (mine, theirs))
@@ -59,7 +62,9 @@ def forward_time() -> float:
     return mine / theirs
 
 
-def _gradient_programs(arrays: tuple) -> tuple[Callable, Callable]:
+def _gradient_programs(
+    arrays: tuple[jax.Array, ...],
+) -> tuple[jax.stages.Compiled, jax.stages.Compiled]:
     return _programs(_with_gradients(gla_attention), _with_gradients(_token_by_token), arrays)
 
 

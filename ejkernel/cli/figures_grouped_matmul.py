@@ -1,6 +1,7 @@
 """The figures of grouped matmul: one matmul with all rows, against every row times every weight."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,10 +31,12 @@ def _ours(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
     return grouped_matmul(rows, weights, group_sizes=sizes)
 
 
-def _with_gradients(function: Callable) -> Callable:
+def _with_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
     """Result and gradients for the rows and the weights."""
 
-    def run(rows, weights, sizes, along):
+    def run(
+        rows: jax.Array, weights: jax.Array, sizes: jax.Array, along: jax.Array
+    ) -> tuple[jax.Array, ...]:
         out, pull_back = jax.vjp(
             lambda rows, weights: function(rows, weights, sizes), rows, weights
         )
@@ -42,7 +45,12 @@ def _with_gradients(function: Callable) -> Callable:
     return jax.jit(run)
 
 
-def _check(arrays: tuple, out: jax.Array, d_rows=None, d_weights=None) -> None:
+def _check(
+    arrays: tuple[jax.Array, ...],
+    out: jax.Array,
+    d_rows: jax.Array | None = None,
+    d_weights: jax.Array | None = None,
+) -> None:
     """Compare some groups with matmuls in float64."""
     rows, weights, sizes, along = (np.asarray(x, np.float64) for x in arrays)
     ends = np.cumsum(sizes).astype(int)

@@ -29,7 +29,7 @@ def _random_blocks() -> jax.Array:
     return jnp.asarray(chosen[None, :, None], jnp.int32)
 
 
-def _check(out: jax.Array, arrays: tuple, blocks: jax.Array) -> None:
+def _check(out: jax.Array, arrays: tuple[jax.Array, ...], blocks: jax.Array) -> None:
     """Compare some tokens with attention written out in float64."""
     query, key, value = (np.asarray(x[0], np.float64) for x in arrays)
     for token in np.linspace(0, _LENGTH - 1, 33).astype(int):

@@ -1,6 +1,7 @@
 """The figure of ring attention: a device needs memory for its share of the sequence alone."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,12 @@ from ejkernel.modules import flash_attention, ring_attention
 _DEVICES, _LENGTH, _HEADS, _HEAD_DIM = 8, 8192, 8, 64
 
 
-def _with_gradients(function: Callable) -> Callable:
+def _with_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
     """Result and gradients, pulled back along the last argument."""
 
-    def run(query, key, value, along):
+    def run(
+        query: jax.Array, key: jax.Array, value: jax.Array, along: jax.Array
+    ) -> tuple[jax.Array, ...]:
         out, pull_back = jax.vjp(function, query, key, value)
         return out, *pull_back(along)
 

@@ -78,7 +78,7 @@ def _installed(package: str) -> bool:
     return True
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     return str(value) if isinstance(value, Path) else value
 
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike
 
 
 class WrongResultError(Exception):
@@ -24,14 +25,14 @@ class Memory(NamedTuple):
         return self.arguments + self.outputs + self.temporary
 
 
-def memory(compiled: Any) -> Memory:
+def memory(compiled: jax.stages.Compiled) -> Memory:
     """What the compiler planned for one run of a program."""
-    used = compiled.memory_analysis()
+    used: Any = compiled.memory_analysis()
     return Memory(used.argument_size_in_bytes, used.output_size_in_bytes, used.temp_size_in_bytes)
 
 
 def interleaved(*calls: Callable[[], Any], rounds: int, warmup: int = 1) -> list[float]:
-    """Seconds of the fastest run of each call; they take turns, so that noise meets all alike.
+    """Seconds of the fastest run of each call; interleaved, so that noise affects all alike.
 
     Each runs once more before it is timed: what the one before has left in the caches, and taken
     from the allocator, is not counted against it.
@@ -65,7 +66,7 @@ def alternating(*calls: Callable[[], Any], seconds: float) -> list[float]:
     return best
 
 
-def check_close(actual: Any, expected: Any, *, ulps: int) -> None:
+def check_close(actual: ArrayLike, expected: ArrayLike, *, ulps: int) -> None:
     """Raise unless the difference is within `ulps` eps (float32) of the largest value."""
     actual, expected = np.asarray(actual), np.asarray(expected, np.float64)
     allowed = ulps * np.finfo(np.float32).eps * np.abs(expected).max()

@@ -8,12 +8,15 @@ float32 roundings of the largest value, is allowed.
 import contextlib
 import importlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
+from ejkernel.ops.implementation import CallInputs
 from ejkernel.ops.invocation import Invocation
 
 _EPS = float(np.finfo(np.float32).eps)
@@ -23,6 +26,8 @@ _SEEDS = (0, 1, 2, 3)
 _EXACT_CASTS = {"xla_allow_excess_precision": False}
 
 Run = Callable[[Any], Any]  # inputs -> outputs
+Arrays = list[np.ndarray]
+Tree = TypeVar("Tree")  # a pytree of arrays
 
 
 class Deviation(NamedTuple):
@@ -42,19 +47,21 @@ class Deviation(NamedTuple):
 class Truth:
     """What the definition gives for a named call; `draw(seed)` is that call in float32."""
 
-    def __init__(self, draw: Callable[[int], Invocation]):
+    def __init__(self, draw: Callable[[int], Invocation]) -> None:
         self._draw = draw
-        self._known: dict[tuple[int, Any], tuple[list, list]] = {}
+        self._known: dict[tuple[int, DTypeLike | None], tuple[Arrays, Arrays]] = {}
 
-    def of_values(self, outputs: Any, dtype: Any) -> list[Deviation]:
+    def of_values(self, outputs: object, dtype: DTypeLike) -> list[Deviation]:
         """The deviation of each output, computed in `dtype`."""
         return self._deviations(0, outputs, dtype, VALUE_FLOOR)
 
-    def of_gradients(self, gradients: Any, dtype: Any) -> list[Deviation]:
+    def of_gradients(self, gradients: object, dtype: DTypeLike) -> list[Deviation]:
         """The deviation of each gradient, computed in `dtype`."""
         return self._deviations(1, gradients, dtype, GRADIENT_FLOOR)
 
-    def _deviations(self, part: int, tree: Any, dtype: Any, floor: float) -> list[Deviation]:
+    def _deviations(
+        self, part: int, tree: object, dtype: DTypeLike, floor: float
+    ) -> list[Deviation]:
         truth, found = self._results(0)[part], []
         for i, (got, exact) in enumerate(zip(arrays(tree), truth, strict=True)):
             # What cancels to zero is measured by the size of its neighbours.
@@ -69,12 +76,12 @@ class Truth:
             found.append(Deviation(error, 2 * unavoidable + floor))
         return found
 
-    def _rounding(self, part: int, i: int, dtype: Any, seed: int) -> float:
+    def _rounding(self, part: int, i: int, dtype: DTypeLike, seed: int) -> float:
         """What rounding to `dtype` costs, relative to the largest number of the result."""
         exact, coarse = (self._results(seed, to)[part][i] for to in (None, dtype))
         return distance(coarse, exact) / (largest(exact) or 1.0)
 
-    def _results(self, seed: int, dtype: Any = None) -> tuple[list, list]:
+    def _results(self, seed: int, dtype: DTypeLike | None = None) -> tuple[Arrays, Arrays]:
         """Outputs and gradients in float64, rounded to `dtype` on the way if one is given."""
         if (seed, dtype) not in self._known:
             call = self._draw(seed)
@@ -90,7 +97,7 @@ class Truth:
         return self._known[seed, dtype]
 
 
-def on_the_host() -> Any:
+def on_the_host() -> AbstractContextManager[object]:
     """Where small operations, one by one, are compiled soonest, whatever the accelerator."""
     if jax.default_backend() == "cpu":  # there already; to say so would compile all anew
         return contextlib.nullcontext()
@@ -100,7 +107,7 @@ def on_the_host() -> Any:
         return contextlib.nullcontext()
 
 
-def moved(tree: Any) -> Any:
+def moved(tree: Tree) -> Tree:
     """The arrays where new ones are made."""
     if jax.default_backend() == "cpu":
         return tree
@@ -112,7 +119,7 @@ def worst(deviations: list[Deviation]) -> Deviation:
     return max(deviations, key=lambda one: one.error / one.allowed)
 
 
-def with_dtype(tree: Any, dtype: Any) -> Any:
+def with_dtype(tree: Tree, dtype: DTypeLike) -> Tree:
     """The tree with its floating-point leaves in another dtype."""
     return jax.tree.map(lambda x: x.astype(dtype) if _is_float(x) else x, tree)
 
@@ -123,14 +130,14 @@ def definition(call: Invocation) -> Run:
     return lambda inputs: forward(inputs, call.spec)
 
 
-def with_gradients(run: Run) -> Callable[[Any], tuple[Any, list]]:
+def with_gradients(run: Run) -> Callable[[Any], tuple[Any, list[jax.Array]]]:
     """Outputs, and the gradients of every floating input along a fixed direction."""
 
-    def both(inputs: Any) -> tuple[Any, list]:
+    def both(inputs: CallInputs) -> tuple[Any, list[jax.Array]]:
         leaves, treedef = jax.tree.flatten(inputs)
         chosen = [_is_float(x) for x in leaves]
 
-        def of_floats(floats: list) -> Any:
+        def of_floats(floats: list[jax.Array]) -> Any:
             rest = iter(floats)
             merged = [next(rest) if f else x for f, x in zip(chosen, leaves, strict=True)]
             return run(jax.tree.unflatten(treedef, merged))
@@ -142,7 +149,7 @@ def with_gradients(run: Run) -> Callable[[Any], tuple[Any, list]]:
     return both
 
 
-def arrays(tree: Any) -> list[np.ndarray]:
+def arrays(tree: object) -> Arrays:
     """The leaves in float64."""
     return [np.asarray(x, np.float64) for x in jax.tree.leaves(tree)]
 
@@ -163,11 +170,11 @@ def _reference(call: Invocation) -> Callable[..., Any]:
     return importlib.import_module(str(call.op.reference)).forward
 
 
-def _is_float(x: Any) -> bool:
+def _is_float(x: jax.Array | np.ndarray) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def _direction(outputs: Any) -> Any:
+def _direction(outputs: Tree) -> Tree:
     """Numbers in which to pull gradients back, the same in every dtype up to rounding."""
     leaves, treedef = jax.tree.flatten(outputs)
     drawn = [

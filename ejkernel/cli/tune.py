@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -206,7 +207,7 @@ def _interrupts_held_back() -> Iterator[None]:
 _EVENTS: Any = None  # in a worker process: where its progress goes
 
 
-def _connect(events: Any) -> None:
+def _connect(events: SimpleQueue) -> None:
     global _EVENTS
     _EVENTS = events
 

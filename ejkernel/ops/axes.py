@@ -20,7 +20,7 @@ def type_hints(owner: type) -> dict[str, object]:
     return typing.get_type_hints(owner)
 
 
-def of_leaves(tree: PyTree) -> list[tuple[str, ...] | None]:
+def of_leaves(tree: object) -> list[tuple[str, ...] | None]:
     """Letters of every leaf of `tree`, in the order of its leaves; None where nothing says."""
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
     return [_letters(tree, path, leaf) for path, leaf in paths]

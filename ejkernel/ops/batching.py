@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 from ejkernel.ops import axes
 
 
-def over_batch(run: Callable[..., PyTree], *trees: PyTree) -> PyTree:
+def over_batch(run: Callable[..., Any], *trees: object) -> Any:
     """`run(*trees)`, with a vmap rule that needs nothing from the kernel underneath.
 
     A call whose arrays have no letters, a user's own, is batched as JAX does it.

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.typing import ArrayLike
@@ -16,15 +16,15 @@ from ejkernel.ops.meshes import varying_axes
 class Rule(NamedTuple):
     """A call whose forward is chosen; its backward is chosen when somebody differentiates."""
 
-    value: Callable[[CallInputs], PyTree]  # inputs -> outputs
-    forward: Callable[[CallInputs], tuple[PyTree, PyTree]]  # inputs -> (outputs, residuals)
+    value: Callable[[CallInputs], Any]  # inputs -> outputs
+    forward: Callable[[CallInputs], tuple[Any, Any]]  # inputs -> (outputs, residuals)
     backward: Callable[
         [CallInputs, PyTree, PyTree], PyTree
     ]  # inputs, residuals, d_outputs -> d_inputs
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def apply(rule: Rule, inputs: CallInputs) -> PyTree:
+def apply(rule: Rule, inputs: CallInputs) -> Any:
     """The value of the rule; under differentiation its forward and backward."""
     return batching.over_batch(rule.value, inputs)
 

@@ -5,7 +5,7 @@ import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any, ParamSpec, TypeAlias, TypeVar, overload
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -23,7 +23,7 @@ from ejkernel.ops.selection import ConfigSelectorChain
 P = ParamSpec("P")
 Out = TypeVar("Out")
 # A function or module of `ejkernel.modules`, or a user's kernel.
-Runnable = Callable[..., Any] | Kernel[Any, Any]
+Runnable: TypeAlias = Callable[..., Any] | Kernel[Any, Any]
 
 _MOST_KEPT = 4096  # compiled calls an executor remembers
 

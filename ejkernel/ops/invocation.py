@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any, Protocol, runtime_checkable
 
 import jax
-from jaxtyping import PyTree
 
 from ejkernel import settings
 from ejkernel.ops import axes, keys
@@ -48,7 +47,7 @@ class Invocation:
     device: Device
     platform: str | None = None
     direction: Direction = "forward"
-    saved: tuple[PyTree, PyTree] | None = None  # for a backward: residuals and d_outputs
+    saved: tuple[Any, Any] | None = None  # for a backward: residuals and d_outputs
 
     @property
     def op_id(self) -> str:

@@ -10,7 +10,6 @@ from typing import Any, Protocol, TypeGuard
 
 import jax
 import numpy as np
-from jaxtyping import PyTree
 
 
 class _Shaped(Protocol):
@@ -68,7 +67,7 @@ def short_hash(value: object) -> str:
     return hashlib.sha256(stable_json(value).encode()).hexdigest()[:16]
 
 
-def abstractify(tree: PyTree) -> PyTree:
+def abstractify(tree: object) -> Any:
     """The tree with a `jax.ShapeDtypeStruct` for each array; other leaves stay as they are.
 
     >>> abstractify([jax.numpy.zeros((2, 3)), 0.5])

@@ -24,13 +24,13 @@ def bound_axis_size(name: Hashable) -> int | None:
         return None
 
 
-def varying_axes(x: ArrayLike | jax.ShapeDtypeStruct) -> frozenset[str]:
+def varying_axes(x: ArrayLike) -> frozenset[str]:
     """The mapped mesh axes over which an array differs from device to device."""
     return getattr(getattr(jax.typeof(x), "manual_axis_type", None), "varying", frozenset())
 
 
 def result_shape(
-    shape: tuple[int, ...], dtype: DTypeLike, *operands: ArrayLike | jax.ShapeDtypeStruct
+    shape: tuple[int, ...], dtype: DTypeLike, *operands: ArrayLike
 ) -> jax.ShapeDtypeStruct:
     """The shape of a kernel's result; it varies over the mesh axes that an operand varies over."""
     varying = frozenset[str]().union(*map(varying_axes, operands))

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 from cli.commands import run
 
@@ -58,10 +59,10 @@ class TestBench:
 
 class TestMeasure:
     def test_a_result_off_by_more_than_rounding_is_wrong(self):
-        measure.check_close([1.0, 2.0 + 1e-6], [1.0, 2.0], ulps=32)
+        measure.check_close(np.array([1.0, 2.0 + 1e-6]), np.array([1.0, 2.0]), ulps=32)
         with pytest.raises(measure.WrongResultError, match="off by"):
-            measure.check_close([1.0, 2.0 + 1e-4], [1.0, 2.0], ulps=32)
+            measure.check_close(np.array([1.0, 2.0 + 1e-4]), np.array([1.0, 2.0]), ulps=32)
 
     def test_nan_is_wrong(self):
         with pytest.raises(measure.WrongResultError):
-            measure.check_close([float("nan")], [1.0], ulps=32)
+            measure.check_close(np.array([float("nan")]), np.array([1.0]), ulps=32)

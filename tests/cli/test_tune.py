@@ -158,7 +158,8 @@ def test_progress_names_candidate_best_and_time_left_but_no_unset_field():
 
 def test_a_candidate_is_described_by_what_is_set():
     source = subjects.one("flash_attention").op.sources[-1]
-    choice = Choice(source, Pass(run=print), FwdParams(q_blocksize=64, num_warps=4))
+    params = FwdParams(q_blocksize=64, num_warps=4)
+    choice = Choice(source, Pass(run=print, features=frozenset()), params)
     assert describe(choice) == "xla q_blocksize=64 num_warps=4"
     assert describe(choice._replace(params=None)) == "xla"
 

@@ -17,9 +17,9 @@ from kernels import flash_gpu_programs as programs
 from ejkernel import settings
 from ejkernel.cli.oracle import Truth, with_dtype, with_gradients
 from ejkernel.errors import UnsupportedError
-from ejkernel.kernels.common import cudnn, mosaic_gpu
-from ejkernel.kernels.flash_attention import OP, reference, xla
-from ejkernel.kernels.flash_attention import cudnn as cuda
+from ejkernel.kernels.common import mosaic_gpu
+from ejkernel.kernels.flash_attention import OP, cudnn, reference, xla
+from ejkernel.kernels.flash_attention.cudnn import primitives
 from ejkernel.kernels.flash_attention.inputs import Inputs, Spec
 from ejkernel.kernels.flash_attention.workloads import WORKLOADS
 from ejkernel.modules import flash_attention
@@ -63,16 +63,16 @@ def served():
 @pytest.fixture
 def stand_in(monkeypatch):
     """cuDNN computed on the CPU."""
-    monkeypatch.setattr(cudnn, "call_forward", cudnn_stand_in.forward)
-    monkeypatch.setattr(cudnn, "call_backward", cudnn_stand_in.backward)
+    monkeypatch.setattr(primitives, "call_forward", cudnn_stand_in.forward)
+    monkeypatch.setattr(primitives, "call_backward", cudnn_stand_in.backward)
 
 
-def by_cuda(spec, forward=cuda.forward):
+def by_cuda(spec, forward=cudnn.run_forward):
     """Inputs to outputs, differentiable, by the two passes and nobody's choice."""
-    plan = differentiable.Plan(
+    plan = differentiable.Rule(
         lambda inputs: forward(inputs, spec, None)[0],
         lambda inputs: forward(inputs, spec, None),
-        lambda inputs, saved, d_out: cuda.backward(inputs, saved, d_out, spec, None),
+        lambda inputs, saved, d_out: cudnn.run_backward(inputs, saved, d_out, spec, None),
     )
     return functools.partial(differentiable.apply, plan)
 
@@ -168,7 +168,7 @@ def test_the_workloads_that_it_takes_are_these_and_no_others():
 )
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_masks_that_it_takes_mean_what_they_say(mask, sinks, stand_in):
-    assert cuda.why_not_backward(draw(mask=mask, sinks=sinks), SPEC, H200) is None
+    assert cudnn.why_not_backward(draw(mask=mask, sinks=sinks), SPEC, H200) is None
     assert_right(by_cuda(SPEC), mask=mask, sinks=sinks)
 
 
@@ -189,7 +189,7 @@ def test_a_bias_may_be_shared_by_rows_and_heads(shape, stand_in):
 
 @pytest.mark.parametrize("mask", [MASKS[x] for x in FOREIGN], ids=FOREIGN)
 def test_the_backward_pass_takes_the_forward_pass_of_another(mask, stand_in):
-    assert_right(by_cuda(SPEC, xla.forward), mask=mask, sinks=sinks_of_heads)
+    assert_right(by_cuda(SPEC, xla.run_forward), mask=mask, sinks=sinks_of_heads)
 
 
 def test_a_gradient_of_the_log_sum_exp_alone_is_found_in_any_size(stand_in):
@@ -242,7 +242,7 @@ def test_packed_documents_are_those_of_cumulative_lengths(stand_in):
     def call(cum):
         function = functools.partial(flash_attention, cum_seqlens_q=cum, causal=True)
         call = default_executor().invocation(function, *inputs[:3])
-        assert cuda.why_not(call.inputs, call.spec, H200) is None
+        assert cudnn.why_not(call.inputs, call.spec, H200) is None
         seen.append(call.inputs.mask.parts()[0].documents)
         return by_cuda(call.spec)(call.inputs)
 
@@ -262,12 +262,12 @@ REFUSED = [
     (draw(mask=Band(None, jnp.array([0, 3]))), "needs causal offsets that are numbers"),
     (
         draw(mask=Segments(jnp.zeros((1, 24), jnp.int32), jnp.zeros((1, 24), jnp.int32))),
-        "in a known order",
+        "packed documents of cum_seqlens_q only",
     ),
-    (draw(mask=packed(24) & KeyLength(3)), "no lengths beside"),
-    (draw(mask=packed(10, 14) & Band(-3, 0)), "a window alone"),
-    (draw(mask=Band(-3, 0) & KeyLength(3)), "a window alone"),
-    (draw(keys=12, mask=Band(-3, 0)), "no more queries than keys"),
+    (draw(mask=packed(24) & KeyLength(3)), "lengths with packed documents"),
+    (draw(mask=packed(10, 14) & Band(-3, 0)), "a window without lengths"),
+    (draw(mask=Band(-3, 0) & KeyLength(3)), "a window without lengths"),
+    (draw(keys=12, mask=Band(-3, 0)), "as many queries as keys"),
     (draw(queries=1), "more than one query and one key"),
     (draw(dim=12), "multiple of 8 up to 256, got 12"),
     (draw(dim=264), "multiple of 8 up to 256, got 264"),
@@ -279,52 +279,54 @@ REFUSED = [
 
 @pytest.mark.parametrize(("inputs", "words"), REFUSED, ids=[words for _, words in REFUSED])
 def test_a_refusal_says_what_is_missing(inputs, words):
-    assert words in (cuda.why_not(inputs, SPEC, H200) or "")
+    assert words in (cudnn.why_not(inputs, SPEC, H200) or "")
 
 
 def test_older_gpus_take_less():
-    assert "up to 128" in (cuda.why_not(draw(dim=192), SPEC, A100) or "")
-    assert "Hopper" in (cuda.why_not(draw(mask=packed(24)), SPEC, A100) or "")
-    assert cuda.why_not(draw(), SPEC, A100) is None
+    assert "up to 128" in (cudnn.why_not(draw(dim=192), SPEC, A100) or "")
+    assert "Hopper" in (cudnn.why_not(draw(mask=packed(24)), SPEC, A100) or "")
+    assert cudnn.why_not(draw(), SPEC, A100) is None
     volta = Device("gpu", "NVIDIA V100", (7, 0), "NVIDIA V100|absent")
-    assert "8.0" in (cuda.why_not(draw(), SPEC, volta) or "")
+    assert "8.0" in (cudnn.why_not(draw(), SPEC, volta) or "")
 
 
 def test_odd_lengths_have_no_gradient_of_a_bias():
     inputs = draw(queries=23, bias=jnp.zeros((1, 4, 23, 23), jnp.bfloat16))
-    assert cuda.why_not(inputs, SPEC, H200) is None
-    assert "even numbers" in (cuda.why_not_backward(inputs, SPEC, H200) or "")
+    assert cudnn.why_not(inputs, SPEC, H200) is None
+    assert "even numbers" in (cudnn.why_not_backward(inputs, SPEC, H200) or "")
 
 
 def test_a_backward_that_differs_from_run_to_run_can_be_forbidden():
-    assert cuda.why_not_backward(draw(), SPEC, H200) is None
+    assert cudnn.why_not_backward(draw(), SPEC, H200) is None
     with settings.override(deterministic=True):
-        assert cuda.why_not(draw(), SPEC, H200) is None
-        assert "EJKERNEL_DETERMINISTIC forbids" in (cuda.why_not_backward(draw(), SPEC, H200) or "")
+        assert cudnn.why_not(draw(), SPEC, H200) is None
+        assert "EJKERNEL_DETERMINISTIC forbids" in (
+            cudnn.why_not_backward(draw(), SPEC, H200) or ""
+        )
 
 
 def test_a_jax_without_the_private_operations_is_refused(monkeypatch):
-    private = cudnn._private()
+    private = primitives._private()
     monkeypatch.delattr(private, "_dot_product_attention_bwd_p")
-    cudnn._why_not_jax.cache_clear()
+    primitives._why_not_jax.cache_clear()
     try:
-        assert "does not know cuDNN in JAX" in (cuda.why_not(draw(), SPEC, H200) or "")
+        assert "does not know cuDNN in JAX" in (cudnn.why_not(draw(), SPEC, H200) or "")
     finally:
-        cudnn._why_not_jax.cache_clear()
+        primitives._why_not_jax.cache_clear()
 
 
 def test_a_jax_whose_operations_take_other_arguments_is_refused(monkeypatch):
     monkeypatch.setattr(
-        cudnn._private(),
+        primitives._private(),
         "_dot_product_attention_fwd_cuda_lowering",
         lambda ctx, q, k, v, bias, a, b, c, d, e, f, *, scale, colour: None,
     )
-    for cached in (cudnn._why_not_jax, cudnn._unused):
+    for cached in (primitives._why_not_jax, primitives._unused):
         cached.cache_clear()
     try:
-        assert "colour" in (cuda.why_not(draw(), SPEC, H200) or "")
+        assert "colour" in (cudnn.why_not(draw(), SPEC, H200) or "")
     finally:
-        for cached in (cudnn._why_not_jax, cudnn._unused):
+        for cached in (primitives._why_not_jax, primitives._unused):
             cached.cache_clear()
 
 
@@ -341,7 +343,7 @@ def test_off_a_gpu_the_platform_is_refused():
 @pytest.mark.parametrize("foreign", [False, True], ids=["own", "foreign"])
 def test_cudnn_does_what_its_stand_in_does(mask, sinks, foreign):
     """Both passes of its own, then its backward pass behind the forward pass of XLA."""
-    run = by_cuda(SPEC, xla.forward if foreign else cuda.forward)
+    run = by_cuda(SPEC, xla.run_forward if foreign else cudnn.run_forward)
     assert_right(jax.jit(run), mask=mask, sinks=sinks)
 
 
@@ -376,7 +378,7 @@ def test_the_backward_of_wide_heads_is_left_to_cudnn(monkeypatch):
     inputs, spec = programs.call(head_dim=128, mask=Band(None, 0))
     narrow, _ = programs.call(head_dim=64, mask=Band(None, 0))
     monkeypatch.setattr(mosaic_gpu.versions, "why_missing", lambda interpreted=False: None)
-    monkeypatch.setattr(cudnn, "why_missing", lambda device: None)
+    monkeypatch.setattr(primitives, "why_missing", lambda device: None)
 
     def platforms(direction, inputs):
         able, _ = OP.supporting(direction, inputs, spec, programs.H200, None)
@@ -385,5 +387,5 @@ def test_the_backward_of_wide_heads_is_left_to_cudnn(monkeypatch):
     assert platforms("forward", inputs) == ["pallas", "cuda"]
     assert platforms("backward", inputs) == ["cuda", "pallas"]
     assert platforms("backward", narrow) == ["pallas", "cuda"]
-    monkeypatch.setattr(cudnn, "why_missing", lambda device: "is missing")
+    monkeypatch.setattr(primitives, "why_missing", lambda device: "is missing")
     assert platforms("backward", inputs)[0] == "pallas"

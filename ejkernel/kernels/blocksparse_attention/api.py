@@ -1,7 +1,7 @@
 """The call: what it takes, what it means, how it becomes the inputs of flash attention."""
 
 from collections.abc import Callable
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -174,4 +174,4 @@ class BlockSparseAttention(Module):
     """Block-sparse attention as an object; see `blocksparse_attention`."""
 
     __call__ = BoundFunction(blocksparse_attention)
-    config = BlockSparseAttentionConfig
+    config: ClassVar[type[BlockSparseAttentionConfig]] = BlockSparseAttentionConfig

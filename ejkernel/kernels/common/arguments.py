@@ -1,7 +1,6 @@
 """Checks that the attention operations share: one sentence for each mistake."""
 
 import operator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from ejkernel.xla_utils.concrete import concrete_value
 Specs = PartitionSpec | tuple[PartitionSpec | None, ...] | None
 
 
-def as_array(op: str, name: str, x: Any) -> jax.Array:
+def as_array(op: str, name: str, x: object) -> jax.Array:
     """A JAX array from a JAX or NumPy array, or from nested lists of numbers."""
     if isinstance(x, jax.Array):
         return x
@@ -24,25 +23,25 @@ def as_array(op: str, name: str, x: Any) -> jax.Array:
     raise ValueError(f"{op}: {name} must be an array, got {type(x).__name__}.")
 
 
-def known_values(x: Any) -> np.ndarray | None:
+def known_values(x: object) -> np.ndarray | None:
     """The values of an argument where they may be looked at: never under a trace or on a device."""
     return concrete_value(x if isinstance(x, jax.Array) else np.asarray(x))
 
 
-def cumulative_lengths(op: str, name: str, cum: Any, tokens: int) -> jax.Array:
+def cumulative_lengths(op: str, name: str, cum: object, tokens: int) -> jax.Array:
     """Where packed sequences begin, [0, l1, l1 + l2, ...], the last within the tokens."""
-    values, cum = known_values(cum), as_array(op, name, cum)
-    if cum.ndim != 1 or cum.shape[0] < 2 or not jnp.issubdtype(cum.dtype, jnp.integer):
+    values, ends = known_values(cum), as_array(op, name, cum)
+    if ends.ndim != 1 or ends.shape[0] < 2 or not jnp.issubdtype(ends.dtype, jnp.integer):
         raise ValueError(
             f"{op}: {name} must be integers [0, l1, l1 + l2, ...], "
-            f"got {cum.dtype}{list(cum.shape)}."
+            f"got {ends.dtype}{list(ends.shape)}."
         )
     if values is not None:
         if values[0] != 0 or (np.diff(values) < 0).any():
             raise ValueError(f"{op}: {name} must start at 0 and never decrease, got {values}.")
         if values[-1] > tokens:
             raise ValueError(f"{op}: {name} ends at {values[-1]}, past the {tokens} tokens.")
-    return cum
+    return ends
 
 
 def check_positive_ints(config: Config, *names: str) -> None:
@@ -60,13 +59,13 @@ def as_specs(specs: Specs | list[PartitionSpec | None]) -> Specs:
     return tuple(specs) if isinstance(specs, list) else specs
 
 
-def window_pair(op: str, window: Any) -> tuple[int, int] | None:
+def window_pair(op: str, window: object) -> tuple[int, int] | None:
     """A window as (left, right); an int is both."""
     if window is None:
         return None
     try:
         left, right = window if isinstance(window, tuple | list) else (window, window)
-        left, right = operator.index(left), operator.index(right)
+        left, right = operator.index(left), operator.index(right)  # pyright: ignore[reportArgumentType]
     except (TypeError, ValueError):
         raise ValueError(
             f"{op}: sliding_window must be an int or a pair (left, right) of ints, got {window!r}."
@@ -76,15 +75,15 @@ def window_pair(op: str, window: Any) -> tuple[int, int] | None:
     return left, right
 
 
-def static_number(op: str, name: str, x: Any) -> float:
+def static_number(op: str, name: str, x: object) -> float:
     """A float that is known while tracing."""
     try:
-        return float(x)
+        return float(x)  # pyright: ignore[reportArgumentType]
     except (TypeError, ValueError, jax.errors.ConcretizationTypeError):
         raise ValueError(f"{op}: {name} must be a number known at trace time, got {x!r}.") from None
 
 
-def check_attention_shapes(op: str, query: Any, key: Any, value: Any) -> None:
+def check_attention_shapes(op: str, query: jax.Array, key: jax.Array, value: jax.Array) -> None:
     """Query [b, t, n, h], key [b, s, k, h], value [b, s, k, v], n a multiple of k, one dtype."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.ndim != 4:

@@ -1,20 +1,19 @@
 """Arguments that the softmax attentions share, in the form their kernels take."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from ejkernel.kernels.common.arguments import as_array, static_number
 from ejkernel.kernels.common.masking import Extent
 
 
-def scale_of_logits(op: str, scale: Any, head_dim: int) -> float:
+def scale_of_logits(op: str, scale: object, head_dim: int) -> float:
     """The factor of the logits, by default one over the root of the head dim."""
     return head_dim**-0.5 if scale is None else static_number(op, "softmax_scale", scale)
 
 
-def bound_of_logits(op: str, soft_cap: Any) -> float | None:
+def bound_of_logits(op: str, soft_cap: object) -> float | None:
     """The soft cap, a positive number if there is one."""
     if soft_cap is None:
         return None
@@ -24,7 +23,7 @@ def bound_of_logits(op: str, soft_cap: Any) -> float | None:
     return number
 
 
-def bias_of_rank_four(op: str, bias: Any, extent: Extent) -> jax.Array | None:
+def bias_of_rank_four(op: str, bias: ArrayLike | None, extent: Extent) -> jax.Array | None:
     """The bias as [#b, #n, #t, #s], at its own shape."""
     if bias is None:
         return None
@@ -43,7 +42,7 @@ def bias_of_rank_four(op: str, bias: Any, extent: Extent) -> jax.Array | None:
     return bias if bias.ndim == 4 else bias.reshape(shape)
 
 
-def sinks_per_head(op: str, sinks: Any, heads: int) -> jax.Array | None:
+def sinks_per_head(op: str, sinks: ArrayLike | None, heads: int) -> jax.Array | None:
     """The sinks as [1 or heads, sinks]."""
     if sinks is None:
         return None

@@ -1,6 +1,6 @@
 """The call: what it takes, what it means, how it becomes `Inputs` and `Spec`."""
 
-from typing import Literal, NamedTuple, overload
+from typing import ClassVar, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -274,4 +274,4 @@ class FlashAttention(Module):
     """Flash attention as an object; see `flash_attention`."""
 
     __call__ = BoundFunction(flash_attention)
-    config = FlashAttentionConfig
+    config: ClassVar[type[FlashAttentionConfig]] = FlashAttentionConfig

@@ -1,7 +1,7 @@
 """The call: what it takes, what it means, how it becomes `Inputs` and `Spec`."""
 
 import dataclasses
-from typing import Any, Literal, overload
+from typing import Any, ClassVar, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -302,4 +302,4 @@ class GLAttention(Module):
     """Gated linear attention as an object; see `gla_attention`."""
 
     __call__ = BoundFunction(gla_attention)
-    config = GLAttentionConfig
+    config: ClassVar[type[GLAttentionConfig]] = GLAttentionConfig

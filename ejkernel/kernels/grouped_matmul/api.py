@@ -1,6 +1,7 @@
 """The call: what it takes, what it means, how it becomes `Inputs` and `Spec`."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -279,4 +280,4 @@ class GroupedMatmul(Module):
     """Grouped matmul as an object; see `grouped_matmul`."""
 
     __call__ = BoundFunction(grouped_matmul)
-    config = GroupedMatmulConfig
+    config: ClassVar[type[GroupedMatmulConfig]] = GroupedMatmulConfig

@@ -1,7 +1,7 @@
 """The call: gated linear attention whose only decay is one for each head."""
 
 import operator
-from typing import Any, Literal, overload
+from typing import ClassVar, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -167,7 +167,7 @@ def lightning_attention(
     return (out, state) if return_state else out
 
 
-def _logarithm(decay: Any) -> jax.Array:
+def _logarithm(decay: ArrayLike) -> jax.Array:
     """The logarithms of factors in (0, 1]."""
     values, decay = known_values(decay), as_array(_NAME, "decay", decay)
     if not jnp.issubdtype(decay.dtype, jnp.floating):
@@ -180,7 +180,7 @@ def _logarithm(decay: Any) -> jax.Array:
     return jnp.log(decay)
 
 
-def _of_layer(layer: Any, layers: Any, heads: int) -> jax.Array:
+def _of_layer(layer: int | ArrayLike | None, layers: int | None, heads: int) -> jax.Array:
     """The pace of each head in a layer."""
     if layer is None:
         layer, layers = 0, 1
@@ -203,4 +203,4 @@ class LightningAttention(Module):
     """Lightning attention as an object; see `lightning_attention`."""
 
     __call__ = BoundFunction(lightning_attention)
-    config = LightningAttentionConfig
+    config: ClassVar[type[LightningAttentionConfig]] = LightningAttentionConfig

@@ -1,5 +1,7 @@
 """The call: what it takes, what it means, how it becomes `Inputs` and `Spec`."""
 
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -134,4 +136,4 @@ class MeanPooling(Module):
     """Mean pooling as an object; see `mean_pooling`."""
 
     __call__ = BoundFunction(mean_pooling)
-    config = MeanPoolingConfig
+    config: ClassVar[type[MeanPoolingConfig]] = MeanPoolingConfig

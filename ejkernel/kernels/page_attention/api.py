@@ -201,7 +201,7 @@ def page_attention(
 _ALONE = (0, None, 1, 2)  # where the axes of a query without the axis of queries stand
 
 
-def _out_specs(specs: Any) -> Any:
+def _out_specs(specs: object) -> Any:
     if isinstance(specs, PartitionSpec):
         return arguments.rearranged(specs, *_ALONE)
     return arguments.rearranged_specs(specs, _ALONE)
@@ -211,4 +211,4 @@ class PageAttention(Module):
     """Attention over pages as an object; see `page_attention`."""
 
     __call__ = BoundFunction(page_attention)
-    config = PageAttentionConfig
+    config: ClassVar[type[PageAttentionConfig]] = PageAttentionConfig

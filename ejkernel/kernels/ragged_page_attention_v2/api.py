@@ -1,7 +1,7 @@
 """The call: what it takes, what it means, how it becomes that of the next version."""
 
 import dataclasses
-from typing import Any, ClassVar, Literal, overload
+from typing import ClassVar, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -183,9 +183,14 @@ def ragged_page_attention_v2(
 
 
 def _sequences(
-    op: str, tokens: int, context_lens: Any, block_tables: Any, query_start_loc: Any, num_seqs: Any
+    op: str,
+    tokens: int,
+    context_lens: ArrayLike,
+    block_tables: ArrayLike,
+    query_start_loc: ArrayLike,
+    num_seqs: int | ArrayLike,
 ) -> Sequences:
-    """The sequences that count; those behind them have neither queries nor tokens."""
+    """The first `num_seqs` sequences; the others have neither queries nor tokens."""
     lengths = arguments.integers(op, "context_lens", context_lens, "[sequences]", (1,))
     count = lengths.shape[0]
     shape = f"[{count}, pages_per_sequence]"
@@ -222,4 +227,4 @@ class RaggedPageAttentionv2(Module):
     """Ragged attention over combined pages as an object; see `ragged_page_attention_v2`."""
 
     __call__ = BoundFunction(ragged_page_attention_v2)
-    config = RaggedPageAttentionv2Config
+    config: ClassVar[type[RaggedPageAttentionv2Config]] = RaggedPageAttentionv2Config

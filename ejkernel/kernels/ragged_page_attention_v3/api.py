@@ -1,6 +1,6 @@
 """The call: what it takes, what it means, how it becomes `Inputs` and `Spec`."""
 
-from typing import Any, Literal, Protocol, overload, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, overload, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -183,7 +183,11 @@ def ragged_page_attention_v3(
 
 
 def ragged_sequences(
-    op: str, query: jax.Array, cu_seqlens_q: Any, cu_seqlens_k: Any, page_indices: Any
+    op: str,
+    query: jax.Array,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike,
+    page_indices: ArrayLike,
 ) -> Sequences:
     """The sequences of a ragged call from its cumulative lengths."""
     cu_q = arguments.cumulative(op, "cu_seqlens_q", cu_seqlens_q, None, query.shape[0])
@@ -198,7 +202,7 @@ def ragged_sequences(
     return Sequences(cu_q[None, :-1], differences(cu_q), differences(cu_k), table)
 
 
-def ragged_out_specs(out_specs: Any) -> Any:
+def ragged_out_specs(out_specs: object) -> Any:
     """Specs of a ragged output, or of it and its log-sum-exp, for the axes of `Outputs`."""
     if isinstance(out_specs, PartitionSpec):
         return arguments.rearranged(out_specs, *RAGGED)
@@ -272,4 +276,4 @@ class RaggedPageAttentionv3(Module):
     """Ragged attention over pages as an object; see `ragged_page_attention_v3`."""
 
     __call__ = BoundFunction(ragged_page_attention_v3)
-    config = RaggedPageAttentionv3Config
+    config: ClassVar[type[RaggedPageAttentionv3Config]] = RaggedPageAttentionv3Config

@@ -73,8 +73,12 @@ class CombinedInputsHNPD(Inputs):
     key_pages: Num[Array, "k w p c h"]
 
 
-APART = {"NHD": Inputs, "HND": InputsHND, "HNPD": InputsHNPD}
-COMBINED = {"NHD": CombinedInputs, "HND": CombinedInputsHND, "HNPD": CombinedInputsHNPD}
+APART: dict[str, type[Inputs]] = {"NHD": Inputs, "HND": InputsHND, "HNPD": InputsHNPD}
+COMBINED: dict[str, type[Inputs]] = {
+    "NHD": CombinedInputs,
+    "HND": CombinedInputsHND,
+    "HNPD": CombinedInputsHNPD,
+}
 
 
 class Outputs(NamedTuple):

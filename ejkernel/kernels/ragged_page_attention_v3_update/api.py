@@ -1,6 +1,7 @@
 """The call: what it takes, what it means, how it becomes `Inputs` and `Spec`."""
 
-from typing import Any, Literal, overload
+from collections.abc import Sequence
+from typing import ClassVar, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -200,7 +201,7 @@ def ragged_page_attention_v3_update(
         jax.lax.expand_dims(new_key, (0,)),
         jax.lax.expand_dims(new_value, (0,)),
         cache.keys,
-        cache.values,
+        cache.separate_values,
         *sequences,
         sinks=sinks_per_head(name, softmax_aux, query.shape[1]),
         k_scale=arguments.scale(name, "k_scale", k_scale, cache.kv_heads),
@@ -250,7 +251,9 @@ def _check_new(op: str, sequences: Sequences) -> None:
         )
 
 
-def _out_specs(specs: Any, return_lse: bool) -> Any:
+def _out_specs(
+    specs: PartitionSpec | Sequence[PartitionSpec] | None, return_lse: bool
+) -> PartitionSpec | tuple[PartitionSpec | None, ...] | None:
     """Specs of the results in the order of `Outputs`, which always have the log-sum-exp."""
     if specs is None or isinstance(specs, PartitionSpec):
         return specs if specs is None else arguments.rearranged(specs, *RAGGED)
@@ -273,4 +276,4 @@ class RaggedPageAttentionv3Update(Module):
     """Ragged attention that writes the cache as an object; see the function of that name."""
 
     __call__ = BoundFunction(ragged_page_attention_v3_update)
-    config = RaggedPageAttentionv3UpdateConfig
+    config: ClassVar[type[RaggedPageAttentionv3UpdateConfig]] = RaggedPageAttentionv3UpdateConfig

@@ -67,7 +67,7 @@ class OutputsHNPD(Outputs):
     value_pages: Num[Array, "k p c v"]
 
 
-LAYOUTS = {
+LAYOUTS: dict[str, tuple[type[Inputs], type[Outputs]]] = {
     "NHD": (Inputs, Outputs),
     "HND": (InputsHND, OutputsHND),
     "HNPD": (InputsHNPD, OutputsHNPD),

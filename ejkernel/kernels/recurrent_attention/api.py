@@ -1,5 +1,7 @@
 """The call: gated linear attention that takes a state and gives one back."""
 
+from typing import ClassVar
+
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import ArrayLike
@@ -91,4 +93,4 @@ class RecurrentAttention(Module):
     """Recurrent attention as an object; see `recurrent_attention`."""
 
     __call__ = BoundFunction(recurrent_attention)
-    config = RecurrentAttentionConfig
+    config: ClassVar[type[RecurrentAttentionConfig]] = RecurrentAttentionConfig

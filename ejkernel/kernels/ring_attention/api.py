@@ -1,6 +1,6 @@
 """The call: what it takes, where its ring comes from, how it becomes `Inputs` and `Spec`."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -210,4 +210,4 @@ class RingAttention(Module):
     """Ring attention as an object; see `ring_attention`."""
 
     __call__ = BoundFunction(ring_attention)
-    config = RingAttentionConfig
+    config: ClassVar[type[RingAttentionConfig]] = RingAttentionConfig

@@ -1,6 +1,6 @@
 """The call: that of flash attention, word for word."""
 
-from typing import Literal, overload
+from typing import ClassVar, Literal, overload
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -124,4 +124,4 @@ class ScaledDotProductAttention(Module):
     """Scaled dot-product attention as an object; see `scaled_dot_product_attention`."""
 
     __call__ = BoundFunction(scaled_dot_product_attention)
-    config = ScaledDotProductAttentionConfig
+    config: ClassVar[type[ScaledDotProductAttentionConfig]] = ScaledDotProductAttentionConfig

@@ -1,4 +1,4 @@
-"""Pages of keys and values: read, added to and written where they lie.
+"""Pages of a KV cache: read, added to and written in place.
 
 The axes of a cache are letters: `p` pages, `c` slots of a page, `k` key heads, `h` head dim, and
 `w` where keys and values share one array. Only the pages that are asked for are ever moved into
@@ -9,13 +9,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 LAYOUTS = {"NHD": "pckh", "HND": "pkch", "HNPD": "kpch"}
 
 
 def cache_axes(layout: str, combined: bool = False) -> str:
-    """The axes of a cache in this layout; combined, the pair stands right behind the heads."""
+    """The axes of a cache in this layout; combined, the pair's axis follows that of the heads."""
     axes = LAYOUTS[layout]
     return axes.replace("k", "kw") if combined else axes
 
@@ -67,7 +68,7 @@ def _by_token(tokens: jax.Array, axes: str) -> jax.Array:
     return jnp.swapaxes(tokens, 0, 1) if axes.startswith("k") else tokens
 
 
-def stored(x: jax.Array, scale: jax.Array | None, dtype: Any) -> jax.Array:
+def stored(x: jax.Array, scale: jax.Array | None, dtype: np.dtype) -> jax.Array:
     """New keys or values [t, k, h] as the cache holds them: divided by the scale, then cast.
 
     Integers are rounded to the nearest; integers and 8-bit floats saturate.
@@ -84,7 +85,7 @@ def stored(x: jax.Array, scale: jax.Array | None, dtype: Any) -> jax.Array:
     return x.astype(dtype)
 
 
-def operand_dtype(query: Any, cache: Any) -> Any:
+def operand_dtype(query: np.dtype, cache: np.dtype) -> np.dtype:
     """The dtype in which queries meet cached keys and values: wide enough for both."""
     narrow = jnp.issubdtype(cache, jnp.integer) or jnp.dtype(cache).itemsize == 1
     return query if narrow else jnp.promote_types(query, cache)

@@ -1,12 +1,14 @@
 """Checks that the operations over pages share, and the one form their arguments take."""
 
 import operator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike
 
 from ejkernel.kernels.common.arguments import as_array, known_values
 from ejkernel.kernels.common.attention import bound_of_logits, scale_of_logits
@@ -16,20 +18,24 @@ _WIDE = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)
 _CACHE_DTYPES = [np.dtype(x) for x in (*_WIDE, jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2)]
 
 
+# Indices and lengths: NumPy where their values are at hand, so that nothing runs yet.
+Integers = jax.Array | np.ndarray
+
+
 class Options(NamedTuple):
     """What every operation over pages takes by keyword, as the caller gave it."""
 
-    softmax_aux: Any
-    softmax_scale: Any
-    sliding_window: Any
-    logits_soft_cap: Any
-    kv_layout: Any
-    k_scale: Any
-    v_scale: Any
+    softmax_aux: ArrayLike | None
+    softmax_scale: float | None
+    sliding_window: int | None
+    logits_soft_cap: float | None
+    kv_layout: str
+    k_scale: ArrayLike | None
+    v_scale: ArrayLike | None
 
 
 class Cache(NamedTuple):
-    """The arrays of a cache, checked; `keys` alone where it is combined."""
+    """The arrays of a KV cache, checked; `keys` alone where it is combined."""
 
     keys: jax.Array
     values: jax.Array | None
@@ -38,9 +44,19 @@ class Cache(NamedTuple):
     kv_heads: int
     value_dim: int
 
+    @property
+    def separate_values(self) -> jax.Array:
+        """The values of a cache that is not combined."""
+        if self.values is None:
+            raise ValueError("keys and values of this cache share one array.")
+        return self.values
+
 
 class Sequences(NamedTuple):
-    """Where each sequence's queries and pages are: [b, s], and [b, s, pages] for the table."""
+    """Where each sequence's queries and pages are: [b, s], and [b, s, pages] for the table.
+
+    Each is `Integers`; to the kernels, which get them under jit, arrays of JAX.
+    """
 
     query_starts: Any
     query_lens: Any
@@ -59,7 +75,7 @@ def check_query(op: str, query: jax.Array, ranks: tuple[int, ...], shape: str) -
 
 
 def cache(
-    op: str, query: jax.Array, layout: str, arrays: dict[str, Any], combined: bool = False
+    op: str, query: jax.Array, layout: str, arrays: dict[str, ArrayLike], combined: bool = False
 ) -> Cache:
     """The cache in the layout that was named, fitting the query."""
     if layout not in LAYOUTS:
@@ -88,8 +104,8 @@ def cache(
     if combined:
         if sizes["k"] % 2:
             raise ValueError(
-                f"{op}: {first} holds a key head and a value head in turn and must have an even "
-                f"number of them, got {sizes['k']}."
+                f"{op}: {first} holds key heads and value heads alternately and must have an even "
+                f"number of heads, got {sizes['k']}."
             )
         sizes["k"] //= 2
         shape = list(keys.shape)
@@ -109,27 +125,29 @@ def cache(
     return Cache(keys, values, sizes["p"], sizes["c"], sizes["k"], value_dim)
 
 
-def integers(op: str, name: str, x: Any, shape: str, ranks: tuple[int, ...]) -> Any:
-    """Indices or lengths as int32: NumPy where the values are at hand, so that nothing runs yet."""
+def integers(op: str, name: str, x: object, shape: str, ranks: tuple[int, ...]) -> Integers:
+    """Indices or lengths as int32."""
     known = known_values(x) if isinstance(x, jax.Array | np.ndarray | list | tuple | int) else None
-    x = as_array(op, name, x) if known is None else known
-    if x.ndim not in ranks or not jnp.issubdtype(x.dtype, jnp.integer):
-        raise ValueError(f"{op}: {name} must be integers {shape}, got {x.dtype}{list(x.shape)}.")
-    return x.astype(np.int32)
+    array = as_array(op, name, x) if known is None else known
+    if array.ndim not in ranks or not jnp.issubdtype(array.dtype, jnp.integer):
+        raise ValueError(
+            f"{op}: {name} must be integers {shape}, got {array.dtype}{list(array.shape)}."
+        )
+    return array.astype(np.int32)
 
 
-def cumulative(op: str, name: str, x: Any, count: int | None, most: int | None) -> Any:
+def cumulative(op: str, name: str, x: object, count: int | None, most: int | None) -> Integers:
     """Cumulative lengths [0, l1, l1 + l2, ...] of `count` sequences, up to `most`."""
-    x = integers(op, name, x, "[sequences + 1]", (1,))
-    if x.shape[0] < 1 or (count is not None and x.shape[0] != count + 1):
+    ends = integers(op, name, x, "[sequences + 1]", (1,))
+    if ends.shape[0] < 1 or (count is not None and ends.shape[0] != count + 1):
         wanted = "at least one entry" if count is None else f"{count + 1} entries"
-        raise ValueError(f"{op}: {name} must have {wanted}, got {x.shape[0]}.")
-    if isinstance(x, np.ndarray):
-        if x[0] != 0 or (np.diff(x) < 0).any():
-            raise ValueError(f"{op}: {name} must begin with 0 and never decrease, got {x}.")
-        if most is not None and x[-1] > most:
-            raise ValueError(f"{op}: {name} ends at {x[-1]}, beyond the {most} rows of query.")
-    return x
+        raise ValueError(f"{op}: {name} must have {wanted}, got {ends.shape[0]}.")
+    if isinstance(ends, np.ndarray):
+        if ends[0] != 0 or (np.diff(ends) < 0).any():
+            raise ValueError(f"{op}: {name} must begin with 0 and never decrease, got {ends}.")
+        if most is not None and ends[-1] > most:
+            raise ValueError(f"{op}: {name} ends at {ends[-1]}, beyond the {most} rows of query.")
+    return ends
 
 
 def check_sequences(
@@ -166,17 +184,19 @@ def check_sequences(
         )
 
 
-def scale(op: str, name: str, x: Any, kv_heads: int) -> jax.Array | None:
+def scale(op: str, name: str, x: ArrayLike | None, kv_heads: int) -> jax.Array | None:
     """One scale for each key head."""
     if x is None:
         return None
-    x = as_array(op, name, x)
-    if x.shape not in ((), (1,), (kv_heads,)) or not jnp.issubdtype(x.dtype, jnp.floating):
+    scales = as_array(op, name, x)
+    if scales.shape not in ((), (1,), (kv_heads,)) or not jnp.issubdtype(
+        scales.dtype, jnp.floating
+    ):
         raise ValueError(
             f"{op}: {name} must be floating point, one number or [{kv_heads}], "
-            f"got {x.dtype}{list(x.shape)}."
+            f"got {scales.dtype}{list(scales.shape)}."
         )
-    return jnp.broadcast_to(x, (kv_heads,))
+    return jnp.broadcast_to(scales, (kv_heads,))
 
 
 def statics(op: str, head_dim: int, options: Options) -> dict[str, Any]:
@@ -197,7 +217,7 @@ def statics(op: str, head_dim: int, options: Options) -> dict[str, Any]:
     }
 
 
-def rearranged(spec: Any, *positions: int | None) -> PartitionSpec | None:
+def rearranged(spec: Iterable[Any] | None, *positions: int | None) -> PartitionSpec | None:
     """A spec for an array whose axes stand at these positions of the given one, None where new."""
     if spec is None:
         return None
@@ -208,7 +228,7 @@ def rearranged(spec: Any, *positions: int | None) -> PartitionSpec | None:
     return PartitionSpec(*map(at, positions), *extra)
 
 
-def rearranged_specs(specs: Any, *positions: tuple[int | None, ...]) -> Any:
+def rearranged_specs(specs: object, *positions: tuple[int | None, ...]) -> Any:
     """The first specs of a call rearranged one by one; the others, and what is no list, stay."""
     if specs is None or isinstance(specs, PartitionSpec) or not isinstance(specs, tuple | list):
         return specs

@@ -1,23 +1,26 @@
 """Flash attention by cuDNN, through the operations that JAX has for it.
 
-They take bfloat16 and float16, causal masks, windows, lengths, documents laid end to end, and a
-bias. Sinks, and gradients of the log-sum-exp, are put around them: a backward pass takes any output
-with the log-sum-exp that belongs to it, so that
+They support bfloat16 and float16, causal masks, windows, lengths, packed sequences and a bias.
+Attention sinks and gradients of the log-sum-exp are computed around them, by calling the backward
+operation with another log-sum-exp or other values:
 
-- with that of keys and sinks together it finds the gradients of attention with sinks;
-- of values 0 it finds what a gradient of the log-sum-exp sends to queries, keys and bias.
+- with the log-sum-exp of keys and sinks together it gives the gradients of attention with sinks;
+- with values of 0 it gives the gradients of the log-sum-exp for queries, keys and bias.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel import settings
-from ejkernel.kernels.common import cudnn
 from ejkernel.kernels.common.sinks import per_sink, share_of_keys
+from ejkernel.kernels.flash_attention.cudnn import primitives
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
+from ejkernel.ops.config import BwdParams, FwdParams
 from ejkernel.ops.implementation import Implementation, Pass
 from ejkernel.ops.platform import Device
 from ejkernel.types.rules import Band, Everything, KeyLength, QueryLength, Segments
@@ -26,13 +29,16 @@ _DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 _MOST_BYTES = 2**30  # of log-sum-exps, of which each document has a row as long as the whole
 
 
+Lengths = int | jax.Array | np.ndarray  # one, or one for each batch row
+
+
 class _Mask(NamedTuple):
-    """A mask in the words of cuDNN."""
+    """A mask as cuDNN describes it."""
 
     causal: bool = False
     window: int | None = None  # keys that a query sees at most, its own included
-    q_lengths: Any = None
-    kv_lengths: Any = None
+    q_lengths: Lengths | None = None
+    kv_lengths: Lengths | None = None
     segments: Segments | None = None
 
     @property
@@ -41,10 +47,10 @@ class _Mask(NamedTuple):
         return self.q_lengths is None and self.kv_lengths is None and self.segments is None
 
 
-def forward(inputs: Inputs, spec: Spec, params: Any) -> tuple[Outputs, Outputs]:
+def run_forward(inputs: Inputs, spec: Spec, params: FwdParams | None) -> tuple[Outputs, Outputs]:
     """Outputs, which are also the residuals."""
-    mask = _understood(inputs)
-    out, lse = cudnn.call_forward(*_operands(inputs, mask), **_settings(inputs, spec, mask))
+    mask = _supported_mask(inputs)
+    out, lse = primitives.call_forward(*_operands(inputs, mask), **_settings(inputs, spec, mask))
     if mask.segments is not None:
         lse = _Packing(inputs, mask.segments).per_token(lse)
     seen = _seeing(inputs, mask)
@@ -60,22 +66,24 @@ def forward(inputs: Inputs, spec: Spec, params: Any) -> tuple[Outputs, Outputs]:
     return outputs, outputs
 
 
-def backward(
-    inputs: Inputs, residuals: Outputs, d_outputs: Outputs, spec: Spec, params: Any
+def run_backward(
+    inputs: Inputs, residuals: Outputs, d_outputs: Outputs, spec: Spec, params: BwdParams | None
 ) -> Inputs:
     """Gradients, shaped like the inputs; None where there is none."""
-    mask = _understood(inputs)
+    mask = _supported_mask(inputs)
     settings, operands = _settings(inputs, spec, mask), _operands(inputs, mask)
     packing = None if mask.segments is None else _Packing(inputs, mask.segments)
     seen = residuals.lse > -jnp.inf
     share = None if inputs.sinks is None else share_of_keys(residuals.lse, inputs.sinks)
 
-    def gradients(value: Any, lse: Any, out: Any, d_out: Any) -> list[jax.Array]:
+    def gradients(
+        value: jax.Array, lse: jax.Array, out: jax.Array, d_out: jax.Array
+    ) -> list[jax.Array]:
         if inputs.bias is not None or not mask.complete:
             lse = jnp.where(seen, lse, jnp.inf)  # weights of 0 for a row that sees nothing
         rows = lse if packing is None else packing.per_document(lse)
         others = [*operands[:2], value, *operands[3:]]
-        return cudnn.call_backward(*others, rows, out, d_out.astype(out.dtype), **settings)
+        return primitives.call_backward(*others, rows, out, d_out.astype(out.dtype), **settings)
 
     lse = residuals.lse if share is None else residuals.lse - jnp.log(share)
     found = gradients(inputs.value, lse, residuals.out, d_outputs.out)
@@ -95,16 +103,21 @@ def backward(
 
 
 def _with_lse_gradient(
-    found: list, gradients: Any, inputs: Inputs, residuals: Outputs, d_lse: jax.Array, seen: Any
-) -> list:
-    """`found` and what the log-sum-exp sends back: weights times `d_lse`, as gradient of logits.
+    found: list[jax.Array],
+    gradients: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], list[jax.Array]],
+    inputs: Inputs,
+    residuals: Outputs,
+    d_lse: jax.Array,
+    seen: jax.Array,
+) -> list[jax.Array]:
+    """`found` plus the gradients of the log-sum-exp: weights times `d_lse` for the logits.
 
-    The backward pass finds weights * (d_out @ value.T - sum(d_out * out)) for the logits. With
+    The backward pass computes weights * (d_out @ value.T - sum(d_out * out)) for the logits. With
     values of 0, and `d_out` and `out` whose products sum to -d_lse, that is weights * d_lse.
     Where nobody uses the log-sum-exp XLA knows that its gradient is 0, and leaves this out.
     """
 
-    def added(found: list) -> list:
+    def added(found: list[jax.Array]) -> list[jax.Array]:
         of_rows = jnp.where(seen, d_lse, 0.0)
         size = jnp.abs(of_rows).max()
         size = jnp.where(size > 0.0, size, 1.0)
@@ -125,8 +138,8 @@ def _with_lse_gradient(
 
 
 def why_not(inputs: Inputs, spec: Spec, device: Device) -> str | None:
-    """What keeps cuDNN from taking the call, or None."""
-    if reason := cudnn.why_missing(device):
+    """Why cuDNN does not support the call, or None."""
+    if reason := primitives.why_missing(device):
         return reason
     query, value = inputs.query, inputs.value
     dtypes = {x.dtype for x in (*inputs[:3], inputs.bias) if x is not None}
@@ -137,7 +150,7 @@ def why_not(inputs: Inputs, spec: Spec, device: Device) -> str | None:
         most = 256 if hopper else 128
         if dim % 8 or not 8 <= dim <= most:
             return f"needs a {name} dim that is a multiple of 8 up to {most}, got {dim}"
-    version = cudnn.version()
+    version = primitives.version()
     if query.shape[3] != value.shape[3] and not (hopper and (version is None or version >= 91000)):
         return "needs a value dim equal to the head dim before cuDNN 9.10 and before Hopper"
     bias = inputs.bias
@@ -152,15 +165,15 @@ def why_not(inputs: Inputs, spec: Spec, device: Device) -> str | None:
 
 
 def _why_not_packed(inputs: Inputs, segments: Segments, hopper: bool) -> str | None:
-    query, version = inputs.query, cudnn.version()
+    query, version = inputs.query, primitives.version()
     if not (hopper and (version is None or version >= 90600)):
         return "needs a Hopper GPU and cuDNN 9.6 for packed documents"
     if inputs.bias is not None:
-        return "takes no bias with packed documents"
+        return "does not support a bias with packed documents"
     if query.shape[3] != inputs.value.shape[3]:
         return "needs a value dim equal to the head dim for packed documents"
     if query.size >= 2**31 or inputs.key.size >= 2**31:
-        return "counts elements of packed documents in 32 bits, which do not do"
+        return "counts the elements of packed documents in 32 bits, which is not enough"
     statistics = 4 * math.prod(query.shape[:3]) * (segments.documents or 0)
     if statistics > _MOST_BYTES:
         return f"keeps {statistics} bytes of log-sum-exps for {segments.documents} documents"
@@ -168,17 +181,17 @@ def _why_not_packed(inputs: Inputs, segments: Segments, hopper: bool) -> str | N
 
 
 def why_not_backward(inputs: Inputs, spec: Spec, device: Device) -> str | None:
-    """What keeps cuDNN from taking the backward pass, or None."""
+    """Why cuDNN does not support the backward pass, or None."""
     if reason := why_not(inputs, spec, device):
         return reason
     if settings.deterministic():
-        return "adds gradients in another order every time, which EJKERNEL_DETERMINISTIC forbids"
+        return "is nondeterministic, which EJKERNEL_DETERMINISTIC forbids"
     if inputs.bias is not None and (inputs.query.shape[1] % 2 or inputs.key.shape[1] % 2):
         return "needs even numbers of queries and keys for the gradient of a bias"
     return None
 
 
-def _understood(inputs: Inputs) -> _Mask:
+def _supported_mask(inputs: Inputs) -> _Mask:
     mask = _read(inputs)
     if isinstance(mask, str):
         raise NotImplementedError(f"flash_attention: cuDNN {mask}.")
@@ -186,7 +199,7 @@ def _understood(inputs: Inputs) -> _Mask:
 
 
 def _read(inputs: Inputs) -> _Mask | str:
-    """The mask in cuDNN's words, or why it has none."""
+    """The mask as cuDNN describes it, or why it does not support it."""
     queries, keys = inputs.query.shape[1], inputs.key.shape[1]
     lows, highs, lengths, segments = [], [], {}, None
     for part in (inputs.mask or Everything()).parts():
@@ -199,18 +212,18 @@ def _read(inputs: Inputs) -> _Mask | str:
             lengths[type(part)] = part.length
         elif isinstance(part, Segments) and segments is None:
             if part.documents is None:
-                return "takes documents in a known order, of cum_seqlens_q alone, not other ids"
+                return "supports packed documents of cum_seqlens_q only, not other segment ids"
             segments = part
         elif not isinstance(part, Everything):
-            return f"has no word for {part!r} in its masks"
+            return f"does not support masks of {part!r}"
     low, high = max(lows, default=-queries), min(highs, default=keys)
     windowed, causal = low > 1 - queries, high < keys - 1
     if (causal and high != 0) or (windowed and not (causal and low <= 0)):
-        return "takes causal masks without offset, and windows that end at the query, no others"
+        return "supports only causal masks without offset, and windows that end at the query"
     if segments is not None and lengths:
-        return "takes no lengths beside packed documents"
+        return "does not support lengths with packed documents"
     if windowed and (lengths or segments is not None or inputs.bias is not None or queries > keys):
-        return "takes a window alone: no lengths, documents or bias, no more queries than keys"
+        return "supports a window without lengths, documents or bias, up to as many queries as keys"
     return _Mask(
         causal,
         1 - low if windowed else None,
@@ -241,7 +254,7 @@ def _seen_keys(inputs: Inputs, mask: _Mask) -> jax.Array:
 def _lengths(inputs: Inputs, mask: _Mask) -> tuple[jax.Array, jax.Array]:
     """Queries and keys in use, [b] each."""
 
-    def of(given: Any, x: jax.Array) -> jax.Array:
+    def of(given: Lengths | None, x: jax.Array) -> jax.Array:
         length = jnp.asarray(x.shape[1] if given is None else given, jnp.int32)
         return jnp.broadcast_to(jnp.clip(length, 0, x.shape[1]), x.shape[:1])
 
@@ -256,10 +269,10 @@ def _per_query(x: jax.Array) -> jax.Array:
 class _Packing:
     """Where the documents of each row lie, and how cuDNN numbers their log-sum-exps.
 
-    It takes every document for a batch row of its own, as long as the whole: [b * m, n, t].
+    To cuDNN every document is a batch row of its own, as long as the whole: [b * m, n, t].
     """
 
-    def __init__(self, inputs: Inputs, segments: Segments):
+    def __init__(self, inputs: Inputs, segments: Segments) -> None:
         batch, tokens, heads, _ = inputs.query.shape
         count = segments.documents or 1
         ids = jnp.broadcast_to(segments.q_ids, (batch, tokens))
@@ -300,7 +313,7 @@ class _Packing:
 def _operands(inputs: Inputs, mask: _Mask) -> list[jax.Array]:
     """Query, key, value, bias, lengths and offsets of queries and keys; empty where there is none.
 
-    Two more are for pages of a cache, which flash attention has not.
+    The last two are the pages of a KV cache, which flash attention does not have.
     """
     query, key, value = inputs[:3]
     none = jnp.zeros(0, query.dtype)
@@ -330,6 +343,6 @@ def _settings(inputs: Inputs, spec: Spec, mask: _Mask) -> dict[str, Any]:
 _FEATURES = frozenset({"causal", "window", "segments", "lengths", "bias", "sinks"})
 
 IMPLEMENTATION = Implementation(
-    forward=Pass(run=forward, features=_FEATURES, why_not=why_not),
-    backward=Pass(run=backward, features=_FEATURES, why_not=why_not_backward),
+    forward=Pass(run=run_forward, features=_FEATURES, why_not=why_not),
+    backward=Pass(run=run_backward, features=_FEATURES, why_not=why_not_backward),
 )

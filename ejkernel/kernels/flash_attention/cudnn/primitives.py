@@ -12,8 +12,10 @@ import jax
 
 from ejkernel.ops.platform import Device
 
+Setting = float | bool | int | None  # a static argument of an operation
 
-def call_forward(*operands: jax.Array, **settings: Any) -> tuple[jax.Array, jax.Array]:
+
+def call_forward(*operands: jax.Array, **settings: Setting) -> tuple[jax.Array, jax.Array]:
     """Output [b, t, n, v] and log-sum-exp [b or documents, n, t], of the rows in use.
 
     Args:
@@ -27,7 +29,7 @@ def call_forward(*operands: jax.Array, **settings: Any) -> tuple[jax.Array, jax.
     return out, lse
 
 
-def call_backward(*operands: jax.Array, **settings: Any) -> list[jax.Array]:
+def call_backward(*operands: jax.Array, **settings: Setting) -> list[jax.Array]:
     """Gradients of query, key, value and bias, if there is one, where they are in use.
 
     The operands are those of the forward pass, its log-sum-exp and output, and `d_out`.
@@ -35,7 +37,9 @@ def call_backward(*operands: jax.Array, **settings: Any) -> list[jax.Array]:
     return list(_bind("bwd", operands, settings))
 
 
-def _bind(name: str, operands: Sequence[jax.Array], settings: dict, **more: Any) -> Any:
+def _bind(
+    name: str, operands: Sequence[jax.Array], settings: dict[str, Setting], **more: Setting
+) -> Any:
     private = _private()
     kinds = private.MaskType
     masks = {
@@ -50,7 +54,7 @@ def _bind(name: str, operands: Sequence[jax.Array], settings: dict, **more: Any)
         seed=42,
         dropout_rate=0.0,
         variadic_args=(settings["has_bias"], settings["has_bias"]),
-        mask_type=masks[settings["causal"], settings["padded"]],
+        mask_type=masks[bool(settings["causal"]), bool(settings["padded"])],
         layout=private.AttentionLayout.BTNH.value,
         sliding_window_length=settings["window"],
         **dict.fromkeys(_unused(name)),
