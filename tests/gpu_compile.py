@@ -139,7 +139,7 @@ def compile_all(module: str, names: list[str], timeout: float = 600) -> dict[str
 
 @functools.cache
 def mesh():
-    """A mesh of one H200 that is not here."""
+    """A mesh of one H200 that is not present."""
     from jax.experimental import topologies
 
     described = topologies.get_topology_desc(

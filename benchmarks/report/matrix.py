@@ -104,8 +104,8 @@ def platforms(operation: str, column: Column, direction: Direction) -> list[Sour
     """The sources that take the call, in order; the XLA fallback only where there is no other."""
     call = _call(operation, column.dtype)
     with _every_package_installed():
-        able, _ = call.op.supporting(direction, call.inputs, call.spec, column.device, None)
-    sources = [source for source, _ in able]
+        supported, _ = call.op.supporting(direction, call.inputs, call.spec, column.device, None)
+    sources = [source for source, _ in supported]
     return [x for x in sources if x.platform is not Platform.XLA] or sources
 
 

@@ -90,8 +90,8 @@ def device_of(leaves: Iterable[object]) -> Device:
     """The device that a call on these arrays will run on.
 
     That of the concrete arrays; under a trace that of the mesh the traced ones belong to, which may
-    be a machine that is not here; else the default device. A concrete array among traced ones is a
-    constant of the program and goes wherever the program goes, so that a known mesh comes first.
+    be a machine that is not present; else the default device. A concrete array among traced ones is
+    a constant of the program and goes wherever the program goes: a known mesh comes first.
     """
     concrete = None
     traced = False

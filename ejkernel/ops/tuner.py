@@ -303,8 +303,8 @@ class _Judge:
         for one, other in zip(plain, exact, strict=True):
             eps = max(self.floor, 64 * _resolution(one)) if one is other else self.floor
             largest = _largest(other)
-            # XLA may round a result alone; what computes in the same type rounds what it is made
-            # of as well, a place of the largest number beside the half that the result costs.
+            # XLA may round a result alone; what computes in the same type also rounds what it is
+            # made of: a place of the largest number, in addition to the half of the result itself.
             last_place = _resolution(one) * 2.0 ** np.floor(np.log2(largest)) if largest else 0.0
             rounding = max(2 * _distance(one, other), 1.5 * last_place)
             self.allowed.append(rounding + eps * largest)
@@ -325,10 +325,12 @@ class _Judge:
 def _by_xla(inv: Invocation) -> Choice | None:
     """What XLA would do, whoever was asked for; None for an op that it does not have."""
     inputs = inv.inputs
-    able, _ = inv.op.supporting(inv.direction, inputs, inv.spec, inv.device, Platform.XLA.value)
-    if not able:
+    supported, _ = inv.op.supporting(
+        inv.direction, inputs, inv.spec, inv.device, Platform.XLA.value
+    )
+    if not supported:
         return None
-    source, run = able[0]
+    source, run = supported[0]
     return Choice(source, run, run.heuristic(inputs, inv.spec, inv.device))
 
 

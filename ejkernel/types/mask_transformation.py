@@ -138,7 +138,7 @@ def apply_token_type_ids(
         q_positions, kv_positions = mask_ids.positions(mask)
         places = {"q_positions": q_positions, "kv_positions": kv_positions}
         return changed(mask, rule=rule, ids_rule=None, **places, **ids)
-    # What the ids say is no longer a part of the rule: keep it beside the rule.
+    # What the ids say is no longer a part of the rule: keep it next to the rule.
     ids_rule = mask_ids.id_rules(mask_ids.source(mask))
     joined = mask.rule | rule if combine == "union" else rule
     return changed(mask, rule=joined, ids_rule=ids_rule, **ids)

@@ -1,4 +1,4 @@
-"""The rules that a mask is made of: small immutable pytrees, put together with `&` and `|`.
+"""The rules that a mask is made of: small immutable pytrees, combined with `&` and `|`.
 
 | rule | pair (q, k) is allowed when |
 |---|---|

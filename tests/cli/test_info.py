@@ -89,9 +89,9 @@ def test_the_json_holds_every_operation(facts):
 def test_looking_at_the_operations_agrees_with_looking_at_a_real_call(facts):
     subject = subjects.one("mean_pooling")
     call = subject.invocation(subject.workloads[0].build())
-    able, _ = call.op.supporting("forward", call.inputs, call.spec, call.device, None)
+    supported, _ = call.op.supporting("forward", call.inputs, call.spec, call.device, None)
     shown = facts["operations"]["mean_pooling"]["forward"]["platforms"]
-    assert [source.platform.value for source, _ in able] == shown
+    assert [source.platform.value for source, _ in supported] == shown
 
 
 def test_a_backend_that_is_not_there_is_one_sentence(monkeypatch):

@@ -115,10 +115,10 @@ def test_every_op_runs_anywhere(name):
     """XLA supports every workload, forward and backward."""
     for call in calls_of(name):
         for direction in ("forward", "backward"):
-            able, reasons = call.op.supporting(
+            supported, reasons = call.op.supporting(
                 direction, call.inputs, call.spec, call.device, Platform.XLA
             )
-            assert able, reasons
+            assert supported, reasons
 
 
 @pytest.mark.parametrize("case", all_cases())
@@ -126,8 +126,8 @@ def test_a_refusal_names_the_platform_and_who_can(case: Case):
     """An implementation that does not support a workload says so before anything runs."""
     call = case.shapes()
     device = device_of(jax.tree.leaves(call.inputs))
-    able, _ = call.op.supporting("forward", call.inputs, call.spec, device, call.platform)
-    if able:
+    supported, _ = call.op.supporting("forward", call.inputs, call.spec, device, call.platform)
+    if supported:
         return
     arguments = case.workload.build()
     with pytest.raises(UnsupportedError, match=f"platform='{call.platform}' does not support"):

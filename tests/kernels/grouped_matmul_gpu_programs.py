@@ -58,7 +58,7 @@ def backward_program(params, **shape):
     return run, inputs, Outputs(d_out)
 
 
-# Every way that a kernel is put together: widths of tiles, layouts, dtypes, whole and odd sizes.
+# Every way that a kernel is composed: widths of tiles, layouts, dtypes, whole and odd sizes.
 SHAPES = {
     "plain": {},
     "narrow": {"n": 1408},

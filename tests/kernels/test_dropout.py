@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.kernels.common.dropout import bits, keep, threshold
+from ejkernel.kernels.flash_attention.dropout import bits, keep, threshold
 
 MASK = 2**32 - 1
 

@@ -381,8 +381,8 @@ def test_the_backward_of_wide_heads_is_left_to_cudnn(monkeypatch):
     monkeypatch.setattr(primitives, "why_missing", lambda device: None)
 
     def platforms(direction, inputs):
-        able, _ = OP.supporting(direction, inputs, spec, programs.H200, None)
-        return [source.platform.value for source, _ in able][:2]
+        supported, _ = OP.supporting(direction, inputs, spec, programs.H200, None)
+        return [source.platform.value for source, _ in supported][:2]
 
     assert platforms("forward", inputs) == ["pallas", "cuda"]
     assert platforms("backward", inputs) == ["cuda", "pallas"]

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from kernels.triton_programs import collected, compile_calls
 
-from ejkernel.kernels.common.dropout import Dropout
 from ejkernel.kernels.flash_attention import triton as flash_triton
+from ejkernel.kernels.flash_attention.dropout import Dropout
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
 from ejkernel.types.rules import Band, Dense, Segments
 

@@ -48,7 +48,7 @@ class MaskGridLayout(NamedTuple):
         return by_mask[heads].reshape(shape).transpose(0, 2, 1, 3, 4)
 
     def merge_shards(self, array: np.ndarray) -> np.ndarray:
-        """The shards of an array over the grid put together: [heads, q_blocks, kv_blocks]."""
+        """The shards of an array over the grid, combined: [heads, q_blocks, kv_blocks]."""
         head_shards, q_shards, heads, q_blocks, kv_blocks = array.shape
         shape = (head_shards * heads, q_shards * q_blocks, kv_blocks)
         return array.transpose(0, 2, 1, 3, 4).reshape(shape)

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Float
 
-from ejkernel.kernels.common.dropout import Dropout as Dropout
 from ejkernel.kernels.common.sampling import visible
+from ejkernel.kernels.flash_attention.dropout import Dropout as Dropout
 from ejkernel.types.rules import Everything, Rule
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.common import dropout
+from ejkernel.kernels.flash_attention import dropout
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
 from ejkernel.types.rules import Everything
 

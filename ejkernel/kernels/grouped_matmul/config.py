@@ -20,8 +20,8 @@ class GroupedMatmulConfig(Config):
         block_n: columns of a tile; read on GPUs and TPUs.
         block_k: size of a step of the sum over k; read by Triton and on TPUs. The Hopper kernels
             always take 64.
-        num_warps: warps of a thread block; read by Triton. The Hopper kernels have one warpgroup
-            that copies and one for each 64 rows of a tile.
+        num_warps: warps of a thread block; read by Triton. The Hopper kernels have one producer
+            warpgroup and one for each 64 rows of a tile.
         num_stages: pipeline stages; read on GPUs.
         bypass_xla_tiling: read by no kernel; kept so that configurations that name it load.
 

@@ -97,7 +97,7 @@ def native_sparse_attention(
     in_specs: tuple[PartitionSpec | None, ...] | None = None,
     out_specs: PartitionSpec | tuple[PartitionSpec, ...] | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Attention over chosen blocks of keys, beside a compressed view and a window; always causal.
+    """Attention over chosen blocks of keys, with a compressed view and a window; always causal.
 
         output = g_slc * selected + g_cmp * compressed + g_swa * windowed
 

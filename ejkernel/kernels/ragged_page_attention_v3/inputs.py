@@ -127,3 +127,9 @@ def sample(inputs: Inputs, drawn: Inputs, spec: Spec) -> Inputs:
             if isinstance(getattr(inputs, name), unknown)
         }
     )
+
+
+# What a fused kernel supports beyond the plain call.
+KERNEL_FEATURES = frozenset(
+    {"k_scale", "kv_layout", "logits_soft_cap", "sinks", "sliding_window", "v_scale"}
+)

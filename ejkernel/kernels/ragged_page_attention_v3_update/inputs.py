@@ -85,15 +85,13 @@ def reading_inputs(
     inputs: Inputs, spec: Spec, key_pages: jax.Array, value_pages: jax.Array
 ) -> reading.Inputs:
     """The call that reads this cache, once the new tokens are in it."""
-    rest = {name: getattr(inputs, name) for name in reading.Inputs._fields}
-    return reading.APART[spec.kv_layout](
-        **rest | {"key_pages": key_pages, "value_pages": value_pages}
-    )
+    return attention_call(inputs, spec)._replace(key_pages=key_pages, value_pages=value_pages)
 
 
 def attention_call(inputs: Inputs, spec: Spec) -> reading.Inputs:
     """The call that reads the cache as it is given; it has the shapes of the one that follows."""
-    return reading_inputs(inputs, spec, inputs.key_pages, inputs.value_pages)
+    same = {name: getattr(inputs, name) for name in reading.Inputs._fields}
+    return reading.APART[spec.kv_layout](**same)
 
 
 def sample(inputs: Inputs, drawn: Inputs, spec: Spec) -> Inputs:

@@ -23,6 +23,7 @@ from ejkernel.kernels.common.paged import cache_axes, stored
 from ejkernel.kernels.common.refs import Ref
 from ejkernel.kernels.ragged_page_attention_v3 import pallas_tpu as attention
 from ejkernel.kernels.ragged_page_attention_v3.config import PagedConfig
+from ejkernel.kernels.ragged_page_attention_v3.inputs import KERNEL_FEATURES
 from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu.configs import cache_layout
 from ejkernel.kernels.ragged_page_attention_v3_update.inputs import (
     LAYOUTS,
@@ -327,7 +328,7 @@ def _pipelined(
 IMPLEMENTATION = Implementation(
     forward=Pass(
         run=run_forward,
-        features=attention.FEATURES,
+        features=KERNEL_FEATURES,
         why_not=why_not,
         heuristic=heuristic,
         candidates=candidates,

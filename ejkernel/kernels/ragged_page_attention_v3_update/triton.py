@@ -6,12 +6,14 @@ kernel reads keys that other programs would have to write.
 
 from ejkernel.kernels.ragged_page_attention_v3 import triton as paged_attention
 from ejkernel.kernels.ragged_page_attention_v3.config import PagedConfig
+from ejkernel.kernels.ragged_page_attention_v3.inputs import KERNEL_FEATURES
 from ejkernel.kernels.ragged_page_attention_v3.triton.configs import PagedGpuConfig
 from ejkernel.kernels.ragged_page_attention_v3_update.inputs import (
     LAYOUTS,
     Inputs,
     Outputs,
     Spec,
+    attention_call,
     reading_inputs,
 )
 from ejkernel.kernels.ragged_page_attention_v3_update.triton_write import write_cache
@@ -34,20 +36,20 @@ def run_forward(
 
 def why_not(inputs: Inputs, spec: Spec, device: Device) -> str | None:
     """Why the kernels do not support this call on this device; None when they do."""
-    attention_inputs = reading_inputs(inputs, spec, inputs.key_pages, inputs.value_pages)
+    attention_inputs = attention_call(inputs, spec)
     return paged_attention.why_not(attention_inputs, spec, device)
 
 
 def configurations(inputs: Inputs, spec: Spec, device: Device) -> list[PagedConfig]:
     """Candidates for a call, the heuristic's choice first."""
-    attention_inputs = reading_inputs(inputs, spec, inputs.key_pages, inputs.value_pages)
+    attention_inputs = attention_call(inputs, spec)
     return paged_attention.configurations(attention_inputs, spec, device)
 
 
 IMPLEMENTATION = Implementation(
     forward=Pass(
         run=run_forward,
-        features=paged_attention.FEATURES,
+        features=KERNEL_FEATURES,
         why_not=why_not,
         heuristic=lambda *call: configurations(*call)[0],
         candidates=configurations,

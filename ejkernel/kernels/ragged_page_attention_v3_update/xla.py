@@ -22,7 +22,7 @@ from ejkernel.ops.platform import Device
 
 
 class Residuals(NamedTuple):
-    """What the backward pass needs beside the inputs; it writes the cache again itself."""
+    """What the backward pass needs besides the inputs; it writes the cache again itself."""
 
     out: Float[Array, "b t n v"]
     lse: Float[Array, "b n t"]

@@ -146,7 +146,7 @@ def launch(
 def interpreted_after(x: jax.Array, earlier: jax.Array) -> jax.Array:
     """`x`; in the interpreter, an array that depends on `earlier` too.
 
-    The interpreter runs one kernel at a time. A kernel that is started beside another one would
+    The interpreter runs one kernel at a time. A kernel that is started while another one runs would
     hold a thread of the CPU while it waits, and with all threads waiting nothing moves.
     """
     if not settings.interpret() or _RECORDING.get() is not None:

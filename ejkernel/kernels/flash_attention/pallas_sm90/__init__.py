@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from ejkernel import settings
 from ejkernel.kernels.common import mosaic_gpu as gpu
-from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
+from ejkernel.kernels.flash_attention.inputs import KERNEL_FEATURES, Inputs, Outputs, Spec
 from ejkernel.kernels.flash_attention.pallas_sm90 import (
     backward,
     backward_fused,
@@ -102,24 +102,8 @@ def backward_yields_to(inputs: Inputs, spec: Spec, device: Device) -> frozenset[
     return frozenset({Platform.CUDA}) if between and not packed else frozenset()
 
 
-_FEATURES = frozenset(
-    {
-        "causal",
-        "window",
-        "positions",
-        "segments",
-        "token_types",
-        "chunks",
-        "lengths",
-        "mask",
-        "union",
-        "bias",
-        "sinks",
-        "dropout",
-        "dropout_prob",
-        "logits_soft_cap",
-    }
-)
+# The kernels look up no table of blocks.
+_FEATURES = KERNEL_FEATURES - {"blocks"}
 
 IMPLEMENTATION = Implementation(
     forward=Pass(

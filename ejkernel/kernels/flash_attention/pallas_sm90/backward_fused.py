@@ -456,7 +456,7 @@ class _FusedKernel:
         return step + 1, (self.accumulate_values(consumer, step, accs[0], logits), accs[1])
 
     def next_tile(self, consumer: _Consumer, j: jax.Array, carry: _Carry) -> _Carry:
-        """A tile; the previous tile's accumulation for keys runs beside its first matmul."""
+        """A tile; the previous tile's accumulation for keys overlaps its first matmul."""
         step, accs = carry
         d_key, logits = self.logits_beside(
             consumer,
@@ -490,7 +490,7 @@ class _FusedKernel:
         accs: Sequence[jax.Array],
         start_others: Callable[[gpu.Accumulators], None],
     ) -> tuple[jax.Array, ...]:
-        """`accs` after the matmuls of `start_others`, and the logits of a tile computed beside.
+        """`accs` after the matmuls of `start_others`, and the logits of a tile computed meanwhile.
 
         The logits are less the log-sum-exp, in units of products; -inf where a pair is hidden.
         """

@@ -1,6 +1,6 @@
 """Tile sizes of flash attention on Hopper: shared memory and register budgets, heuristics.
 
-The register numbers here are 32-bit registers of one thread that hold tiles, beside those that the
+The register numbers here are 32-bit registers of one thread that hold tiles, besides those that the
 compiler needs for indices and addresses. They were found by compiling: more of them spill.
 """
 
@@ -252,7 +252,7 @@ class GradientKernelSpec:
     def free_shared_bytes(
         self, tiles: BackwardTileConfig, dims: tuple[int, int], stages: tuple[int, int]
     ) -> int:
-        """Shared memory that is left beside ring buffers of so many stages."""
+        """Shared memory that is left next to ring buffers of so many stages."""
         resident = 2 * tiles.block_resident * sum(dims[i] for i in self.resident_matrices(dims))
         stats = 2 * 4 * tiles.block_streamed * stages[QK] if self.keys_resident else 0
         rings = sum(2 * tiles.block_streamed * dim * n for dim, n in zip(dims, stages, strict=True))

@@ -378,7 +378,7 @@ class _ForwardKernel:
                 if self.ping_pong:
                     following = lax.rem(warpgroup + 1, tiles.consumers)
                     plgpu.barrier_arrive(shared.scheduler.at[following])
-                # With a mask there are not enough registers for the bias beside the logits.
+                # With a mask there are not enough registers for both the bias and the logits.
                 bias = None if masked else next_bias(step)
                 new_logits = engine.read_accumulator(logits, pending=shared.values.shape.panels)
                 bias = next_bias(step) if masked else bias

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from ejkernel.kernels.common import dropout
 from ejkernel.kernels.common import mosaic_gpu as gpu
 from ejkernel.kernels.common.constants import LOG2_E
 from ejkernel.kernels.common.refs import Index, Ref
+from ejkernel.kernels.flash_attention import dropout
 from ejkernel.kernels.flash_attention.inputs import Spec
 from ejkernel.kernels.flash_attention.pallas_sm90.configs import ROWS
 from ejkernel.kernels.flash_attention.pallas_sm90.mask_operands import MaskCondition, TileOperands

@@ -15,12 +15,9 @@ import numpy as np
 from jax import lax
 
 from ejkernel.kernels.common.refs import Index
-from ejkernel.kernels.flash_attention.pallas_sm90.mask_operands import (
-    KernelMask,
-    is_overlapping_interval,
-    padded_kernel_mask,
-)
+from ejkernel.kernels.flash_attention.pallas_sm90.mask_operands import padded_kernel_mask
 from ejkernel.types.block_map import EMPTY, FULL, PARTIAL, block_map
+from ejkernel.types.kernel_mask import KernelMask, is_overlapping_interval
 from ejkernel.types.rules import Rule
 
 # Two counts of blocks are packed into one number.

@@ -21,10 +21,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel import settings
-from ejkernel.kernels.common import dropout
 from ejkernel.kernels.common.mosaic_tpu.blocks import BlockOperand, BlockResult
 from ejkernel.kernels.common.precision import LOG2_E
 from ejkernel.kernels.common.refs import Index, Ref
+from ejkernel.kernels.flash_attention import dropout
 from ejkernel.kernels.flash_attention.inputs import Inputs, Spec
 from ejkernel.kernels.flash_attention.pallas_tpu.mask_operands import TileMask
 from ejkernel.kernels.flash_attention.pallas_tpu.schedule import (

@@ -96,7 +96,7 @@ _SMALL: _Forward = {
     ],
     256: [TritonTileConfig(32, 32, 4, 2)],
 }
-# With a tile of bias, dense mask or dropout bits beside the logits.
+# With a tile of bias, dense mask or dropout bits next to the logits.
 _EXTRA_TILE: _Forward = {
     64: [TritonTileConfig(128, 64, 8, 2), TritonTileConfig(64, 64, 4, 2)],
     128: [TritonTileConfig(128, 32, 8, 2), TritonTileConfig(64, 32, 4, 2)],

@@ -8,18 +8,18 @@ an entry for each pair, or for each block of pairs. The *block map* says which t
 
 import contextlib
 import dataclasses
-import itertools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from ejkernel.kernels.common import dropout
 from ejkernel.kernels.common.constants import LOG2_E
 from ejkernel.kernels.common.triton.bridge import matmul_precision, padded_size
 from ejkernel.kernels.common.triton.device_types import StaticArguments
+from ejkernel.kernels.flash_attention import dropout
 from ejkernel.kernels.flash_attention.inputs import Inputs, Spec
+from ejkernel.types import kernel_mask
 from ejkernel.types.block_map import EMPTY, FULL, block_map
 from ejkernel.types.rule_arrays import LARGE, bounded
 from ejkernel.types.rules import (
@@ -30,15 +30,12 @@ from ejkernel.types.rules import (
     Dense,
     Everything,
     KeyLength,
-    Or,
+    Match,
     QueryLength,
     Rule,
-    Segments,
-    TokenTypes,
 )
 
 _MAX_CONJUNCTIONS = 6  # a mask of more becomes dense
-_INTERVALS = (Band, Chunks, KeyLength, QueryLength)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,7 +125,7 @@ class FlashOperands(NamedTuple):
 
 
 class FlashKernelArguments(NamedTuple):
-    """Arguments of a launch beside query, key, value and the tensors of one kernel."""
+    """Arguments of a launch besides query, key, value and the tensors of one kernel."""
 
     static: FlashStaticArguments
     operands: FlashOperands
@@ -274,7 +271,7 @@ def _mask(rule: Rule, q_len: int, kv_len: int) -> tuple[_Static, _Arrays]:
     """The conjunctions and the dense part of a mask."""
     dense = [part for part in rule.parts() if isinstance(part, Dense | Blocks)]
     others = And(tuple(part for part in rule.parts() if part not in dense))
-    conjunctions = _conjunctions(others)
+    conjunctions = kernel_mask.conjunctions(others, _MAX_CONJUNCTIONS)
     if conjunctions is None:
         conjunctions, dense = [()], [Dense(_four_axes(rule.dense(q_len, kv_len)))]
     elif len(dense) > 1:
@@ -282,7 +279,7 @@ def _mask(rule: Rule, q_len: int, kv_len: int) -> tuple[_Static, _Arrays]:
     if conjunctions == [()]:
         conjunctions = []
     intervals = [_interval(rules, q_len) for rules in conjunctions]
-    id_rules = [[x for x in rules if not isinstance(x, _INTERVALS)] for rules in conjunctions]
+    id_rules = [[x for x in rules if isinstance(x, Match)] for rules in conjunctions]
     has_low, has_high = (any(one[side] is not None for one in intervals) for side in (0, 1))
     id_pairs = max(map(len, id_rules), default=0)
     q_rows, k_rows = [], []
@@ -319,25 +316,6 @@ def _mask(rule: Rule, q_len: int, kv_len: int) -> tuple[_Static, _Arrays]:
     )
     arrays = {"q_mask": stacked(q_rows), "k_mask": stacked(k_rows), "dense_mask": dense_mask}
     return static, arrays
-
-
-def _conjunctions(rule: Rule) -> list[tuple[Rule, ...]] | None:
-    """The rule as a disjunction of conjunctions; None when it has no such form, or a long one."""
-    if isinstance(rule, Everything):
-        return [()]
-    if isinstance(rule, (*_INTERVALS, Segments, TokenTypes)):
-        return [(rule,)]
-    if not isinstance(rule, And | Or):
-        return None
-    parts = [_conjunctions(part) for part in rule.rules]
-    if any(part is None for part in parts):
-        return None
-    known = [part for part in parts if part is not None]
-    if isinstance(rule, Or):
-        found = [conjunction for part in known for conjunction in part]
-    else:
-        found = [tuple(itertools.chain(*one)) for one in itertools.product(*known)]
-    return found if 0 < len(found) <= _MAX_CONJUNCTIONS else None
 
 
 def _interval(rules: tuple[Rule, ...], q_len: int) -> tuple[jax.Array | None, jax.Array | None]:

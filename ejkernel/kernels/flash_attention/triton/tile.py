@@ -320,7 +320,7 @@ def dropout_keep(
     q_start: Scalar, k_start: Scalar, batch: Scalar, head: Scalar, dropout_counters: Pointer,
     static: FlashStaticArguments, transposed: tl.constexpr,
 ):  # fmt: skip
-    """Which weights of a tile dropout keeps, by the hash of kernels/common/dropout.py."""
+    """Which weights of a tile dropout keeps, by the hash of kernels/flash_attention/dropout.py."""
     q, k = tile_offsets(static, transposed)
     q += q_start
     k += k_start

@@ -23,9 +23,9 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ejkernel.kernels.common import carry as carries
-from ejkernel.kernels.common import dropout
 from ejkernel.kernels.common.integers import largest_divisor
 from ejkernel.kernels.common.refs import Index
+from ejkernel.kernels.flash_attention import dropout
 from ejkernel.kernels.flash_attention.inputs import Inputs, Spec
 from ejkernel.types.block_map import FULL, BlockList, block_map
 from ejkernel.types.rules import Everything

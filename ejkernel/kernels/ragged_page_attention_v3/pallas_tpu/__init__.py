@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from ejkernel.kernels.common.integers import next_power_of_two
 from ejkernel.kernels.common.mosaic_tpu.memory import VMEM_SHARE, core_of, vmem_limit
 from ejkernel.kernels.ragged_page_attention_v3.config import PagedConfig
-from ejkernel.kernels.ragged_page_attention_v3.inputs import Inputs, Outputs, Spec
+from ejkernel.kernels.ragged_page_attention_v3.inputs import KERNEL_FEATURES, Inputs, Outputs, Spec
 from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu.configs import (
     cache_layout,
     kernel_configs,
@@ -92,21 +92,10 @@ def candidates(inputs: Inputs, spec: Spec, device: Device) -> list[PagedConfig]:
     return found
 
 
-FEATURES = frozenset(
-    {
-        "k_scale",
-        "kv_layout",
-        "logits_soft_cap",
-        "sinks",
-        "sliding_window",
-        "v_scale",
-    }
-)
-
 IMPLEMENTATION = Implementation(
     forward=Pass(
         run=run_forward,
-        features=FEATURES,
+        features=KERNEL_FEATURES,
         why_not=why_not,
         heuristic=heuristic,
         candidates=candidates,

@@ -3,7 +3,7 @@
 import numpy as np
 
 from ejkernel.kernels.common.triton import bridge
-from ejkernel.kernels.ragged_page_attention_v3.inputs import Inputs, Outputs, Spec
+from ejkernel.kernels.ragged_page_attention_v3.inputs import KERNEL_FEATURES, Inputs, Outputs, Spec
 from ejkernel.kernels.ragged_page_attention_v3.triton.attention import attention
 from ejkernel.kernels.ragged_page_attention_v3.triton.combine import combine
 from ejkernel.kernels.ragged_page_attention_v3.triton.configs import (
@@ -45,21 +45,10 @@ def why_not(inputs: Inputs, spec: Spec, device: Device) -> str | None:
     return bridge.why_not(device, *checked)
 
 
-FEATURES = frozenset(
-    {
-        "k_scale",
-        "kv_layout",
-        "logits_soft_cap",
-        "sinks",
-        "sliding_window",
-        "v_scale",
-    }
-)
-
 IMPLEMENTATION = Implementation(
     forward=Pass(
         run=run_forward,
-        features=FEATURES,
+        features=KERNEL_FEATURES,
         why_not=why_not,
         heuristic=lambda *call: configurations(*call)[0],
         candidates=configurations,
