@@ -276,6 +276,16 @@ def _without_names(text: str) -> str:
     return _NAMES.sub(lambda found: numbers.setdefault(found[0], f"name{len(numbers)}"), text)
 
 
+def _comparable(text: str) -> str:
+    """The text without line breaks, whose places depend on names, and without names of fields."""
+    first, _, rest = text.partition("\n")
+    if first.startswith("params: "):
+        values = re.findall(r"\w+=([^,()]+)", first)
+        first = "params: " + ", ".join(sorted(x for x in values if x != "None"))
+    rest = " ".join(rest.split()).replace("[ ", "[").replace(" ]", "]")
+    return f"{first}\n{rest}"
+
+
 def compare(before: Path, after: Path) -> int:
     """Print what differs; the number of programs that do."""
     names = [{path.name for path in folder.glob("*.txt")} for folder in (before, after)]
@@ -285,9 +295,10 @@ def compare(before: Path, after: Path) -> int:
             print(f"{name}: only {'after' if name in names[1] else 'before'}")
             different += 1
             continue
-        texts = [(folder / name).read_text() for folder in (before, after)]
+        texts = [_comparable((folder / name).read_text()) for folder in (before, after)]
         if texts[0] != texts[1]:
             different += 1
+            texts = [(folder / name).read_text() for folder in (before, after)]
             lines = difflib.unified_diff(
                 texts[0].splitlines(), texts[1].splitlines(), n=0, lineterm=""
             )
