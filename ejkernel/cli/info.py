@@ -113,10 +113,10 @@ def _operation(subject: Subject) -> dict[str, Any]:
     def look() -> None:
         call = subject.invocation(subject.workloads[0].build(dtype=dtype))
         for direction in subjects.DIRECTIONS:
-            able, reasons = subject.op.supporting(
+            supported, reasons = subject.op.supporting(
                 direction, call.inputs, call.spec, call.device, None
             )
-            names = [source.platform.value for source, _ in able]
+            names = [source.platform.value for source, _ in supported]
             found[direction] = {"platforms": names, "unavailable": reasons}
 
     jax.eval_shape(look)  # only shapes matter: nothing is computed or compiled
