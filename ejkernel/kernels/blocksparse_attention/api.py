@@ -1,7 +1,7 @@
 """The call: what it takes, what it means, how it becomes the inputs of flash attention."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import jax
 import jax.numpy as jnp
@@ -165,5 +165,5 @@ def _specs_sequence_first(specs: Any, layout: str) -> Any:
 class BlockSparseAttention(Module):
     """Block-sparse attention as an object; see `blocksparse_attention`."""
 
-    __call__ = BoundFunction(blocksparse_attention)
+    __call__: Final = BoundFunction(blocksparse_attention)
     config: ClassVar[type[BlockSparseAttentionConfig]] = BlockSparseAttentionConfig

@@ -1,7 +1,7 @@
 """The call: what it takes, what it means, how it becomes `Inputs` and `Spec`."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import jax
 import jax.numpy as jnp
@@ -271,5 +271,5 @@ def _existing(existing: Any, shape: tuple[int, int], dtype: Any) -> jax.Array | 
 class GroupedMatmul(Module):
     """Grouped matmul as an object; see `grouped_matmul`."""
 
-    __call__ = BoundFunction(grouped_matmul)
+    __call__: Final = BoundFunction(grouped_matmul)
     config: ClassVar[type[GroupedMatmulConfig]] = GroupedMatmulConfig

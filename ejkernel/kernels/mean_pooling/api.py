@@ -1,7 +1,7 @@
 """The call: what it takes, what it means, how it becomes `Inputs` and `Spec`."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import jax
 import jax.numpy as jnp
@@ -130,5 +130,5 @@ def _packed(x: jax.Array, mask: Any, cu_seqlens: Any, specs: Any) -> tuple[Input
 class MeanPooling(Module):
     """Mean pooling as an object; see `mean_pooling`."""
 
-    __call__ = BoundFunction(mean_pooling)
+    __call__: Final = BoundFunction(mean_pooling)
     config: ClassVar[type[MeanPoolingConfig]] = MeanPoolingConfig

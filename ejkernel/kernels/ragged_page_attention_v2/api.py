@@ -1,7 +1,7 @@
 """The call: what it takes, what it means, how it becomes that of the next version."""
 
 import dataclasses
-from typing import ClassVar, Literal, overload
+from typing import ClassVar, Final, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -217,5 +217,5 @@ def _sequences(
 class RaggedPageAttentionv2(Module):
     """Ragged attention over combined pages as an object; see `ragged_page_attention_v2`."""
 
-    __call__ = BoundFunction(ragged_page_attention_v2)
+    __call__: Final = BoundFunction(ragged_page_attention_v2)
     config: ClassVar[type[RaggedPageAttentionv2Config]] = RaggedPageAttentionv2Config

@@ -1,7 +1,7 @@
 """The call: what it takes, what it means, how it becomes `Inputs` and `Spec`."""
 
 import dataclasses
-from typing import Any, ClassVar, Literal, Protocol, overload, runtime_checkable
+from typing import Any, ClassVar, Final, Literal, Protocol, overload, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -289,5 +289,5 @@ def nothing_seen(query: jax.Array, cache: Cache) -> Outputs:
 class RaggedPageAttentionv3(Module):
     """Ragged attention over pages as an object; see `ragged_page_attention_v3`."""
 
-    __call__ = BoundFunction(ragged_page_attention_v3)
+    __call__: Final = BoundFunction(ragged_page_attention_v3)
     config: ClassVar[type[RaggedPageAttentionv3Config]] = RaggedPageAttentionv3Config
