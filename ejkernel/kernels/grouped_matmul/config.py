@@ -31,7 +31,7 @@ class GroupedMatmulConfig(Config):
     num_stages: int = 2
     bypass_xla_tiling: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("block_m", "block_n", "block_k", "num_warps", "num_stages"):
             value = getattr(self, name)

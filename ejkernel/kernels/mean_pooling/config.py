@@ -27,7 +27,7 @@ class MeanPoolingConfig(Config):
     num_stages: int = 1
     block_dim: int = 64
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("block_size", "num_warps", "num_stages", "block_dim"):
             value = getattr(self, name)
