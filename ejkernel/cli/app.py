@@ -7,7 +7,7 @@ import typer
 from ejkernel import __version__
 from ejkernel.cli import bench, check, demo, info, mask, tune
 
-app = typer.Typer(
+app: typer.Typer = typer.Typer(
     name="ejkernel",
     no_args_is_help=True,
     add_completion=False,

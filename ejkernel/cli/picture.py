@@ -165,5 +165,5 @@ def _coloured(upper: int, lower: int) -> Any:
         return ("█", _COLOURS[upper]) if upper != EMPTY else " "
     if upper == EMPTY:
         return "▄", _COLOURS[lower]
-    behind = "" if lower == EMPTY else f" on {_COLOURS[lower]}"
-    return "▀", _COLOURS[upper] + behind
+    background = "" if lower == EMPTY else f" on {_COLOURS[lower]}"
+    return "▀", _COLOURS[upper] + background

@@ -116,7 +116,7 @@ class Task:
         tuner = Tuner(
             warmup=1,
             iters=self.rounds,
-            turn=None if self.lock is None else FileLock(self.lock),
+            device_lock=None if self.lock is None else FileLock(self.lock),
             report=lambda progress: report(str(one), progress),
         )
         selector = ConfigSelectorChain(ConfigCache(), tuner=tuner)

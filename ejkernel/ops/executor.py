@@ -274,7 +274,7 @@ _CURRENT: contextvars.ContextVar[Executor] = contextvars.ContextVar("executor", 
 
 
 def default_executor() -> Executor:
-    """The executor behind the functions of `ejkernel.modules`."""
+    """The executor that the functions of `ejkernel.modules` use."""
     return _DEFAULT
 
 

@@ -74,7 +74,7 @@ class Module:
     """An operation as an object: `executor(FlashAttention(), query=..., ...)`.
 
     Called directly it is the function of the same name. A subclass names that function,
-    `__call__ = BoundFunction(function)`, and the class of its configurations.
+    `__call__: Final = BoundFunction(function)`, and the class of its configurations.
     """
 
     config: ClassVar[type[Config]]

@@ -64,8 +64,8 @@ class Tuner:
     Args:
         warmup: untimed runs of each candidate.
         iters: timed runs of each candidate; the fastest counts.
-        turn: held while the device computes, not while the host compiles: processes that tune on
-            one device at the same time hold the same lock.
+        device_lock: held while the device computes, not while the host compiles; processes that
+            tune on one device at the same time share it.
         report: called after each candidate; None prints a line to stderr, as
             `EJKERNEL_AUTOTUNE_PROGRESS` says.
     """
@@ -74,7 +74,7 @@ class Tuner:
         self,
         warmup: int = 1,
         iters: int = 3,
-        turn: AbstractContextManager[object] | None = None,
+        device_lock: AbstractContextManager[object] | None = None,
         report: Callable[[Progress], None] | None = None,
     ) -> None:
         if warmup < 0 or iters < 1:
@@ -83,7 +83,7 @@ class Tuner:
             )
         self.warmup: int = warmup
         self.iters: int = iters
-        self.turn: AbstractContextManager[object] = turn or contextlib.nullcontext()
+        self.device_lock: AbstractContextManager[object] = device_lock or contextlib.nullcontext()
         self.report: Callable[[Progress], None] = report or _print_progress
 
     def measure(self, function: Callable[..., Any], *args: object) -> float:
@@ -100,7 +100,7 @@ class Tuner:
     def _computed(self, run: jax.stages.Wrapped, *arguments: object) -> Any:
         """The results of a jitted function, computed while the device is held."""
         compiled = run.lower(*arguments).compile()
-        with self.turn:
+        with self.device_lock:
             return jax.block_until_ready(compiled(*arguments))
 
     def autotune(self, inv: Invocation, choices: list[Choice]) -> Tuned | None:
@@ -109,39 +109,39 @@ class Tuner:
 
     def _autotune(self, inv: Invocation, choices: list[Choice]) -> Tuned | None:
         arguments = _arguments(inv, self._computed)
-        judge = _Judge(inv, choices, arguments, self._computed)
-        race = _Race(self, inv, arguments, judge)
+        check = _ResultCheck(inv, choices, arguments, self._computed)
+        search = _Search(self, inv, arguments, check)
         groups: dict[int, list[Choice]] = {}
         for choice in choices:
             groups.setdefault(id(choice.source), []).append(choice)
         # What runs anywhere is mostly slow on an accelerator: last, it need not be timed for long.
         ordered = sorted(groups.values(), key=lambda x: x[0].source.platform is Platform.XLA)
-        race.total = len(choices)
-        race.run([first for first, *_ in ordered])
-        others = [x for first, *others in ordered if race.is_near(first) for x in others]
-        race.total = len(ordered) + len(others)
-        race.run(others)
-        if race.dropped:
-            said = "; ".join(f"{describe(choice)} ({reason})" for choice, reason in race.dropped)
+        search.total = len(choices)
+        search.run([first for first, *_ in ordered])
+        others = [x for first, *others in ordered if search.is_near(first) for x in others]
+        search.total = len(ordered) + len(others)
+        search.run(others)
+        if search.dropped:
+            said = "; ".join(f"{describe(choice)} ({reason})" for choice, reason in search.dropped)
             warnings.warn(
-                f"{inv.op.identifier(inv.direction)}: dropped {len(race.dropped)} of "
+                f"{inv.op.identifier(inv.direction)}: dropped {len(search.dropped)} of "
                 f"{len(choices)} candidates while tuning: {said}.",
                 TuningWarning,
                 stacklevel=2,
             )
-        if not race.measured:
+        if not search.measured:
             return None
-        best, seconds = min(race.measured, key=lambda pair: pair[1])
-        return Tuned(best, seconds, race.measured, race.dropped)
+        best, seconds = min(search.measured, key=lambda pair: pair[1])
+        return Tuned(best, seconds, search.measured, search.dropped)
 
 
-class _Race:
+class _Search:
     """Candidates that are compiled together, checked and timed one after the other."""
 
     def __init__(
-        self, tuner: Tuner, inv: Invocation, arguments: tuple[Any, ...], judge: "_Judge"
+        self, tuner: Tuner, inv: Invocation, arguments: tuple[Any, ...], check: "_ResultCheck"
     ) -> None:
-        self._tuner, self._inv, self._arguments, self._judge = tuner, inv, arguments, judge
+        self._tuner, self._inv, self._arguments, self._check = tuner, inv, arguments, check
         self._start = time.monotonic()
         self.total = 0
         self.measured: list[tuple[Choice, float]] = []
@@ -163,11 +163,11 @@ class _Race:
             for choice, compiled in zip(choices, compiled_runs, strict=True):
                 try:
                     run, seconds = compiled(), None
-                    with self._tuner.turn:
-                        reason = self._judge.objection(run(*arguments))
+                    with self._tuner.device_lock:
+                        reason = self._check.objection(run(*arguments))
                         if reason is None:
                             seconds = self._tuner.time_candidate(run, arguments, self._best)
-                except Exception as error:  # whatever a candidate raises only costs it the race
+                except Exception as error:  # a candidate that fails is dropped
                     reason, seconds = f"{type(error).__name__}: {error}".partition("\n")[0], None
                 if seconds is None:
                     self.dropped.append((choice, reason or ""))
@@ -177,7 +177,7 @@ class _Race:
                 self._tuner.report(self._progress(choice, outcome))
 
     def _progress(self, choice: Choice, outcome: str) -> Progress:
-        """The state of the race after a candidate."""
+        """The state of the search after a candidate."""
         number = len(self.measured) + len(self.dropped)
         each = (time.monotonic() - self._start) / number
         return Progress(
@@ -275,7 +275,7 @@ def _sample(inv: Invocation) -> CallInputs:
     )
 
 
-class _Judge:
+class _ResultCheck:
     """Compares a candidate with XLA at full precision; a user's own kernel with its heuristic."""
 
     def __init__(
@@ -323,7 +323,7 @@ class _Judge:
 
 
 def _by_xla(inv: Invocation) -> Choice | None:
-    """What XLA would do, whoever was asked for; None for an op that it does not have."""
+    """XLA's choice for the call, whatever its platform; None for an op that XLA does not have."""
     inputs = inv.inputs
     supported, _ = inv.op.supporting(
         inv.direction, inputs, inv.spec, inv.device, Platform.XLA.value

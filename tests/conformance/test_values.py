@@ -85,14 +85,15 @@ def test_every_candidate_configuration_agrees(case):
         outputs, _ = run(call.inputs)
         assert_as_good_as_rounding(case, jnp.float32, "values", outputs, str(params))
     for other in backward.choices(call.inputs, call.spec, call.device):
-        run = jax.jit(with_gradients(paired(call.spec, forward, params, backward, other)))
+        run = jax.jit(with_gradients(paired(call, forward, params, backward, other)))
         _, gradients = run(call.inputs)
         assert_as_good_as_rounding(case, jnp.float32, "gradients", gradients, str(other))
 
 
-def paired(spec, forward, params, backward, other):
+def paired(call, forward, params, backward, other):
     """A forward and a backward pass with these parameters, as a function of the inputs."""
-    plan = Rule(
+    spec, device = call.spec, call.device
+    rule = Rule(
         value=lambda x: forward(x, spec, params, device=device)[0],
         forward=lambda x: forward(x, spec, params, device=device),
         backward=lambda x, saved, d_outputs: backward(

@@ -361,7 +361,7 @@ def test_mistakes_are_refused_in_one_sentence(changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kv_pages": COMBINED[:, :, :3]}, "must have an even number of them, got 3"),
+        ({"kv_pages": COMBINED[:, :, :3]}, "must have an even number of heads, got 3"),
         ({"kv_pages": COMBINED[0]}, r"\[pages, page_size, 2 \* kv_heads, head_dim\]"),
         ({"query_start_loc": CU_Q[:4]}, "query_start_loc must have 5 entries, got 4"),
         ({"query_start_loc": CU_Q[::-1].copy()}, "query_start_loc must begin with 0"),

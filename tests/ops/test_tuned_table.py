@@ -325,7 +325,7 @@ def test_an_h200_is_shipped_with_an_entry_for_every_named_call(name):
 
 def test_a_result_that_is_rounded_to_the_other_side_is_no_wrong_one():
     """One place of the largest number away it passes, two places away it does not."""
-    judge = object.__new__(tuners._Judge)
+    judge = object.__new__(tuners._ResultCheck)
     judge.floor = tuners._EPS
     exact = jnp.array([3.0, 1.0], jnp.float32)
     plain = exact.astype(jnp.bfloat16)

@@ -1,7 +1,7 @@
 """The call: what it takes, what it means, how it becomes the inputs of flash attention."""
 
 from collections.abc import Callable
-from typing import ClassVar, Literal
+from typing import ClassVar, Final, Literal
 
 import jax
 import jax.numpy as jnp
@@ -173,5 +173,5 @@ def _with_swapped_axes(spec: PartitionSpec | None) -> PartitionSpec | None:
 class BlockSparseAttention(Module):
     """Block-sparse attention as an object; see `blocksparse_attention`."""
 
-    __call__ = BoundFunction(blocksparse_attention)
+    __call__: Final = BoundFunction(blocksparse_attention)
     config: ClassVar[type[BlockSparseAttentionConfig]] = BlockSparseAttentionConfig

@@ -1,6 +1,6 @@
 """The call: what it takes, what it means, how it becomes `Inputs` and `Spec`."""
 
-from typing import ClassVar, Literal, NamedTuple, overload
+from typing import ClassVar, Final, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -273,5 +273,5 @@ def _dropout(
 class FlashAttention(Module):
     """Flash attention as an object; see `flash_attention`."""
 
-    __call__ = BoundFunction(flash_attention)
+    __call__: Final = BoundFunction(flash_attention)
     config: ClassVar[type[FlashAttentionConfig]] = FlashAttentionConfig

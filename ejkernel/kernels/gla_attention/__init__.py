@@ -18,6 +18,8 @@ OP = Op(
     shardable=frozenset("bnk"),
     bucketed=frozenset("bs"),
     grouped_axes={"k": "n"},
-    sharding_hints={"s": "; run the parts in turn and hand each the state of the one before"},
+    sharding_hints={
+        "s": "; run the parts one after another, each with the state of the one before"
+    },
     tuning_inputs=sample,
 )

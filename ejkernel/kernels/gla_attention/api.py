@@ -1,7 +1,7 @@
 """The call: what it takes, what it means, how it becomes `Inputs` and `Spec`."""
 
 import dataclasses
-from typing import Any, ClassVar, Literal, overload
+from typing import Any, ClassVar, Final, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -301,5 +301,5 @@ def _nothing(inputs: Inputs) -> tuple[jax.Array, jax.Array]:
 class GLAttention(Module):
     """Gated linear attention as an object; see `gla_attention`."""
 
-    __call__ = BoundFunction(gla_attention)
+    __call__: Final = BoundFunction(gla_attention)
     config: ClassVar[type[GLAttentionConfig]] = GLAttentionConfig

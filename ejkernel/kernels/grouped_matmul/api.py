@@ -1,7 +1,7 @@
 """The call: what it takes, what it means, how it becomes `Inputs` and `Spec`."""
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import jax
 import jax.numpy as jnp
@@ -279,5 +279,5 @@ def _existing(
 class GroupedMatmul(Module):
     """Grouped matmul as an object; see `grouped_matmul`."""
 
-    __call__ = BoundFunction(grouped_matmul)
+    __call__: Final = BoundFunction(grouped_matmul)
     config: ClassVar[type[GroupedMatmulConfig]] = GroupedMatmulConfig

@@ -39,7 +39,7 @@ class GroupedMatmulConfig(Config):
     num_stages: int = 2
     bypass_xla_tiling: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         check_positive_ints(self, "block_m", "block_n", "block_k", "num_warps", "num_stages")
         if not isinstance(self.bypass_xla_tiling, bool):

@@ -1,7 +1,7 @@
 """The call: gated linear attention whose only decay is one for each head."""
 
 import operator
-from typing import ClassVar, Literal, overload
+from typing import ClassVar, Final, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -202,5 +202,5 @@ def _of_layer(layer: int | ArrayLike | None, layers: int | None, heads: int) -> 
 class LightningAttention(Module):
     """Lightning attention as an object; see `lightning_attention`."""
 
-    __call__ = BoundFunction(lightning_attention)
+    __call__: Final = BoundFunction(lightning_attention)
     config: ClassVar[type[LightningAttentionConfig]] = LightningAttentionConfig

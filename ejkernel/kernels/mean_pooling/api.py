@@ -1,6 +1,6 @@
 """The call: what it takes, what it means, how it becomes `Inputs` and `Spec`."""
 
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import jax
 import jax.numpy as jnp
@@ -135,5 +135,5 @@ def _packed(
 class MeanPooling(Module):
     """Mean pooling as an object; see `mean_pooling`."""
 
-    __call__ = BoundFunction(mean_pooling)
+    __call__: Final = BoundFunction(mean_pooling)
     config: ClassVar[type[MeanPoolingConfig]] = MeanPoolingConfig

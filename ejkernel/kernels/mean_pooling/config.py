@@ -28,6 +28,6 @@ class MeanPoolingConfig(Config):
     num_stages: int = 1
     block_dim: int = 64
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         check_positive_ints(self, "block_size", "num_warps", "num_stages", "block_dim")

@@ -1,7 +1,7 @@
 """The call: what it takes, what it means, how it becomes `Inputs` and `Spec`."""
 
 import operator
-from typing import Any, ClassVar, Literal, NamedTuple, overload
+from typing import Any, ClassVar, Final, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -320,5 +320,5 @@ def _cumulative(cum: Any, query: jax.Array) -> jax.Array | None:
 class NativeSparseAttention(Module):
     """Native sparse attention as an object; see `native_sparse_attention`."""
 
-    __call__ = BoundFunction(native_sparse_attention)
+    __call__: Final = BoundFunction(native_sparse_attention)
     config: ClassVar[type[NativeSparseAttentionConfig]] = NativeSparseAttentionConfig

@@ -31,7 +31,7 @@ class NativeSparseAttentionConfig(Config):
     num_warps: int = 4
     num_stages: int = 1
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("block_q", "block_k", "block_d", "block_size", "num_warps", "num_stages"):
             value = getattr(self, name)

@@ -1,7 +1,7 @@
 """The call: what it takes, what it means, how it becomes that of the ragged op."""
 
 import dataclasses
-from typing import Any, ClassVar, Literal, overload
+from typing import Any, ClassVar, Final, Literal, overload
 
 import jax
 import numpy as np
@@ -210,5 +210,5 @@ def _out_specs(specs: object) -> Any:
 class PageAttention(Module):
     """Attention over pages as an object; see `page_attention`."""
 
-    __call__ = BoundFunction(page_attention)
+    __call__: Final = BoundFunction(page_attention)
     config: ClassVar[type[PageAttentionConfig]] = PageAttentionConfig

@@ -1,7 +1,7 @@
 """The call: what it takes, what it means, how it becomes that of the next version."""
 
 import dataclasses
-from typing import ClassVar, Literal, overload
+from typing import ClassVar, Final, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,8 @@ from ejkernel.kernels.common.paged.arguments import Options, Sequences
 from ejkernel.kernels.ragged_page_attention_v2 import OP
 from ejkernel.kernels.ragged_page_attention_v2.config import RaggedPageAttentionv2Config
 from ejkernel.kernels.ragged_page_attention_v3.api import (
-    RAGGED,
-    attend,
+    attend_ragged,
     ragged_lse,
-    ragged_out_specs,
     ragged_output,
 )
 from ejkernel.kernels.ragged_page_attention_v3.config import PagedConfig
@@ -168,16 +166,9 @@ def ragged_page_attention_v2(
     options = Options(
         softmax_aux, softmax_scale, sliding_window, logits_soft_cap, kv_layout, k_scale, v_scale
     )
-    request = Request(
-        platform,
-        cfg,
-        mesh,
-        arguments.rearranged_specs(in_specs, RAGGED),
-        ragged_out_specs(out_specs),
-    )
+    request = Request(platform, cfg, mesh, in_specs, out_specs)
     names = ("context_lens", "block_tables")
-    rows = jax.lax.expand_dims(query, (0,))
-    outputs = attend(OP, CombinedSpec, rows, cache, sequences, options, request, names)
+    outputs = attend_ragged(OP, CombinedSpec, query, cache, sequences, options, request, names)
     out = ragged_output(outputs)
     return (out, ragged_lse(outputs)) if return_lse else out
 
@@ -206,7 +197,7 @@ def _sequences(
         if not 0 <= number <= count:
             raise ValueError(f"{op}: num_seqs must be between 0 and {count}, got {number}.")
         if isinstance(starts, np.ndarray):
-            # What stands behind the last sequence that counts may be anything.
+            # Entries past the last sequence may be anything.
             arguments.cumulative(op, "query_start_loc", starts[: number + 1], int(number), tokens)
     if starts.shape[0] != count + 1:
         raise ValueError(
@@ -226,5 +217,5 @@ def _sequences(
 class RaggedPageAttentionv2(Module):
     """Ragged attention over combined pages as an object; see `ragged_page_attention_v2`."""
 
-    __call__ = BoundFunction(ragged_page_attention_v2)
+    __call__: Final = BoundFunction(ragged_page_attention_v2)
     config: ClassVar[type[RaggedPageAttentionv2Config]] = RaggedPageAttentionv2Config

@@ -1,6 +1,7 @@
 """The call: what it takes, what it means, how it becomes `Inputs` and `Spec`."""
 
-from typing import Any, ClassVar, Literal, Protocol, overload, runtime_checkable
+import dataclasses
+from typing import Any, ClassVar, Final, Literal, Protocol, overload, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -168,16 +169,9 @@ def ragged_page_attention_v3(
     options = Options(
         softmax_aux, softmax_scale, sliding_window, logits_soft_cap, kv_layout, k_scale, v_scale
     )
-    request = Request(
-        platform,
-        cfg,
-        mesh,
-        arguments.rearranged_specs(in_specs, RAGGED),
-        ragged_out_specs(out_specs),
-    )
+    request = Request(platform, cfg, mesh, in_specs, out_specs)
     names = ("cu_seqlens_k", "page_indices")
-    rows = jax.lax.expand_dims(query, (0,))
-    outputs = attend(OP, Spec, rows, cache, sequences, options, request, names)
+    outputs = attend_ragged(OP, Spec, query, cache, sequences, options, request, names)
     out = ragged_output(outputs)
     return (out, ragged_lse(outputs)) if return_lse else out
 
@@ -230,6 +224,26 @@ def ragged_lse(outputs: Results) -> jax.Array:
     return outputs.lse[0].T
 
 
+def attend_ragged(
+    op: Op,
+    spec_type: type[Spec],
+    query: jax.Array,
+    cache: Cache,
+    sequences: Sequences,
+    options: Options,
+    request: Request,
+    names: tuple[str, str],
+) -> Outputs:
+    """`attend` for queries [tokens, heads, head_dim], which become one row."""
+    request = dataclasses.replace(
+        request,
+        in_specs=arguments.rearranged_specs(request.in_specs, RAGGED),
+        out_specs=ragged_out_specs(request.out_specs),
+    )
+    rows = jax.lax.expand_dims(query, (0,))
+    return attend(op, spec_type, rows, cache, sequences, options, request, names)
+
+
 def attend(
     op: Op,
     spec_type: type[Spec],
@@ -240,7 +254,7 @@ def attend(
     request: Request,
     names: tuple[str, str],
 ) -> Outputs:
-    """Check what the operations over pages have in common, and run the call.
+    """Check the arguments that the operations over pages share, and run the call.
 
     `names` are what the op calls its lengths and its table of pages.
     """
@@ -275,5 +289,5 @@ def nothing_seen(query: jax.Array, cache: Cache) -> Outputs:
 class RaggedPageAttentionv3(Module):
     """Ragged attention over pages as an object; see `ragged_page_attention_v3`."""
 
-    __call__ = BoundFunction(ragged_page_attention_v3)
+    __call__: Final = BoundFunction(ragged_page_attention_v3)
     config: ClassVar[type[RaggedPageAttentionv3Config]] = RaggedPageAttentionv3Config

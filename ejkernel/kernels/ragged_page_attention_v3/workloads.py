@@ -19,7 +19,9 @@ def cumulative(lengths: tuple[int, ...]) -> Draw:
     return value(lambda: jnp.array([0, *np.cumsum(lengths)], jnp.int32))
 
 
-def table(sequences: int, pages_per_sequence: int, pages: int, holes: tuple = ()) -> Draw:
+def table(
+    sequences: int, pages_per_sequence: int, pages: int, holes: tuple[tuple[int, int], ...] = ()
+) -> Draw:
     """A table of different pages in no order, -1 in the `holes`."""
     entries = np.random.default_rng(0).permutation(pages)[: sequences * pages_per_sequence]
     entries = entries.reshape(sequences, pages_per_sequence).astype(np.int32)
@@ -48,7 +50,7 @@ def ragged(
     value_dim: int | None = None,
     page_size: int = 4,
     padding: int = 0,
-    holes: tuple = (),
+    holes: tuple[tuple[int, int], ...] = (),
     layout: str = "NHD",
 ) -> dict[str, Draw]:
     """A call whose table has an entry to spare in every sequence."""

@@ -1,7 +1,7 @@
 """The call: what it takes, what it means, how it becomes `Inputs` and `Spec`."""
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal, overload
+from typing import ClassVar, Final, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -275,5 +275,5 @@ def _one_of_each_head(outputs: Outputs, layout: str, kv_heads: int) -> tuple[jax
 class RaggedPageAttentionv3Update(Module):
     """Ragged attention that writes the cache as an object; see the function of that name."""
 
-    __call__ = BoundFunction(ragged_page_attention_v3_update)
+    __call__: Final = BoundFunction(ragged_page_attention_v3_update)
     config: ClassVar[type[RaggedPageAttentionv3UpdateConfig]] = RaggedPageAttentionv3UpdateConfig

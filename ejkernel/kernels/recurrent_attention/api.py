@@ -1,6 +1,6 @@
 """The call: gated linear attention that takes a state and gives one back."""
 
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -92,5 +92,5 @@ def recurrent_attention(
 class RecurrentAttention(Module):
     """Recurrent attention as an object; see `recurrent_attention`."""
 
-    __call__ = BoundFunction(recurrent_attention)
+    __call__: Final = BoundFunction(recurrent_attention)
     config: ClassVar[type[RecurrentAttentionConfig]] = RecurrentAttentionConfig

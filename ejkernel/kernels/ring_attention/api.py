@@ -1,6 +1,6 @@
 """The call: what it takes, where its ring comes from, how it becomes `Inputs` and `Spec`."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import jax
 import jax.numpy as jnp
@@ -209,5 +209,5 @@ def _whole_mask(mask_info: Any, whole: Extent, shards: int, axis_name: Any) -> A
 class RingAttention(Module):
     """Ring attention as an object; see `ring_attention`."""
 
-    __call__ = BoundFunction(ring_attention)
+    __call__: Final = BoundFunction(ring_attention)
     config: ClassVar[type[RingAttentionConfig]] = RingAttentionConfig

@@ -1,6 +1,6 @@
 """The call: that of flash attention, word for word."""
 
-from typing import ClassVar, Literal, overload
+from typing import ClassVar, Final, Literal, overload
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -123,5 +123,5 @@ def scaled_dot_product_attention(
 class ScaledDotProductAttention(Module):
     """Scaled dot-product attention as an object; see `scaled_dot_product_attention`."""
 
-    __call__ = BoundFunction(scaled_dot_product_attention)
+    __call__: Final = BoundFunction(scaled_dot_product_attention)
     config: ClassVar[type[ScaledDotProductAttentionConfig]] = ScaledDotProductAttentionConfig
