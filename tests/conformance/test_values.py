@@ -100,4 +100,4 @@ def paired(call, forward, params, backward, other):
             x, saved, d_outputs, spec, other, device=device
         ),
     )
-    return functools.partial(apply, plan)
+    return functools.partial(apply, rule)
