@@ -57,7 +57,9 @@ def _code_lines(path: Path) -> list[tuple[int, str]]:
         if is_import or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
             skipped.update(range(node.lineno, (node.end_lineno or 0) + 1))
         elif isinstance(node, Functions):
-            skipped.update(range(node.lineno, node.body[0].lineno))
+            first = min([node.lineno, *(x.lineno for x in node.decorator_list)])
+            is_stub = ast.unparse(node.body[0]) == "..."
+            skipped.update(range(first, node.body[0].lineno + is_stub))
     lines = ((i, line.strip()) for i, line in enumerate(text.splitlines(), 1))
     return [(i, x) for i, x in lines if x and not x.startswith("#") and i not in skipped]
 

@@ -279,6 +279,8 @@ def _without_names(text: str) -> str:
 def _comparable(text: str) -> str:
     """The text without line breaks, whose places depend on names, and without names of fields."""
     first, _, rest = text.partition("\n")
+    if first.startswith("refused: "):  # in whatever words
+        return "refused"
     if first.startswith("params: "):
         values = re.findall(r"\w+=([^,()]+)", first)
         first = "params: " + ", ".join(sorted(x for x in values if x != "None"))

@@ -1,13 +1,17 @@
 """Ragged attention over pages that first writes the new keys and values into the cache."""
 
+import dataclasses
+
+from ejkernel.kernels.ragged_page_attention_v3 import OP as ATTENTION
 from ejkernel.kernels.ragged_page_attention_v3_update.config import (
     RaggedPageAttentionv3UpdateConfig,
 )
 from ejkernel.kernels.ragged_page_attention_v3_update.inputs import Outputs, sample
-from ejkernel.ops.implementation import Op, Source
+from ejkernel.ops.implementation import Source
 from ejkernel.ops.platform import Backend, Platform
 
-OP = Op(
+OP = dataclasses.replace(
+    ATTENTION,
     name="ragged_page_attention_v3_update",
     config=RaggedPageAttentionv3UpdateConfig,
     outputs=Outputs,
@@ -25,20 +29,6 @@ OP = Op(
         ),
         Source(Platform.XLA, Backend.ANY, "ejkernel.kernels.ragged_page_attention_v3_update.xla"),
     ],
-    operands=(
-        "query",
-        "key",
-        "value",
-        "key_pages",
-        "value_pages",
-        "cu_seqlens_q",
-        "cu_seqlens_k",
-        "page_indices",
-        "sinks",
-    ),
-    shardable=frozenset("nk"),
-    bucketed=frozenset("btsjp"),
-    grouped_axes={"k": "n"},
-    sharding_hints={"t": "; the sequences share one list of queries: split the heads"},
+    operands=("query", "key", "value", *ATTENTION.operands[1:]),
     tuning_inputs=sample,
 )
