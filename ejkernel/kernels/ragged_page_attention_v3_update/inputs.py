@@ -1,7 +1,8 @@
 """What a call that writes the cache carries below its API: arrays, static arguments, results."""
 
 import dataclasses
-from typing import ClassVar, NamedTuple
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple, TypeVar
 
 import jax
 from jaxtyping import Array, Float, Int, Num
@@ -11,6 +12,9 @@ from ejkernel.kernels.ragged_page_attention_v3.config import PagedConfig
 from ejkernel.kernels.ragged_page_attention_v3_update.config import (
     RaggedPageAttentionv3UpdateConfig,
 )
+from ejkernel.ops.platform import Device
+
+Result = TypeVar("Result")
 
 
 class Inputs(NamedTuple):
@@ -92,6 +96,13 @@ def attention_call(inputs: Inputs, spec: Spec) -> reading.Inputs:
     """The call that reads the cache as it is given; it has the shapes of the one that follows."""
     same = {name: getattr(inputs, name) for name in reading.Inputs._fields}
     return reading.APART[spec.kv_layout](**same)
+
+
+def of_attention(
+    function: Callable[[reading.Inputs, Spec, Device], Result],
+) -> Callable[[Inputs, Spec, Device], Result]:
+    """What `function` says of the attention that follows the write."""
+    return lambda inputs, spec, device: function(attention_call(inputs, spec), spec, device)
 
 
 def sample(inputs: Inputs, drawn: Inputs, spec: Spec) -> Inputs:

@@ -5,7 +5,6 @@ kernel reads keys that other programs would have to write.
 """
 
 from ejkernel.kernels.ragged_page_attention_v3 import triton as paged_attention
-from ejkernel.kernels.ragged_page_attention_v3.config import PagedConfig
 from ejkernel.kernels.ragged_page_attention_v3.inputs import KERNEL_FEATURES
 from ejkernel.kernels.ragged_page_attention_v3.triton.configs import PagedGpuConfig
 from ejkernel.kernels.ragged_page_attention_v3_update.inputs import (
@@ -13,7 +12,7 @@ from ejkernel.kernels.ragged_page_attention_v3_update.inputs import (
     Inputs,
     Outputs,
     Spec,
-    attention_call,
+    of_attention,
     reading_inputs,
 )
 from ejkernel.kernels.ragged_page_attention_v3_update.triton_write import write_cache
@@ -34,23 +33,13 @@ def run_forward(
     return outputs(*results, *pages), Residuals(*results)
 
 
-def why_not(inputs: Inputs, spec: Spec, device: Device) -> str | None:
-    """Why the kernels do not support this call on this device; None when they do."""
-    attention_inputs = attention_call(inputs, spec)
-    return paged_attention.why_not(attention_inputs, spec, device)
-
-
-def configurations(inputs: Inputs, spec: Spec, device: Device) -> list[PagedConfig]:
-    """Candidates for a call, the heuristic's choice first."""
-    attention_inputs = attention_call(inputs, spec)
-    return paged_attention.configurations(attention_inputs, spec, device)
-
+configurations = of_attention(paged_attention.configurations)
 
 IMPLEMENTATION = Implementation(
     forward=Pass(
         run=run_forward,
         features=KERNEL_FEATURES,
-        why_not=why_not,
+        why_not=of_attention(paged_attention.why_not),
         heuristic=lambda *call: configurations(*call)[0],
         candidates=configurations,
     ),

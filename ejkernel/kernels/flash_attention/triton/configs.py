@@ -156,14 +156,8 @@ _AMPERE_BACKWARD: _Backward = {
     ],
 }
 _SMALL_BACKWARD: _Backward = {
-    64: [
-        TritonBackwardConfig((64, 64), (64, 64), 4, 2),
-        TritonBackwardConfig((32, 128), (128, 64), 8, 2),
-    ],
-    128: [
-        TritonBackwardConfig((64, 64), (64, 64), 8, 2),
-        TritonBackwardConfig((32, 64), (64, 64), 4, 2),
-    ],
+    64: _AMPERE_BACKWARD[64][1:],
+    128: _AMPERE_BACKWARD[128],
     256: [TritonBackwardConfig((32, 32), (32, 32), 8, 2)],
 }
 # With a soft cap or sinks.
