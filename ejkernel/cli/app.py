@@ -1,5 +1,6 @@
 """The commands, each in a file of its own."""
 
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -15,6 +16,7 @@ app: typer.Typer = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit codes: 0 success, 1 failure, 2 wrong usage, 130 interrupted.",
 )
+command: Callable[..., None]
 for command in (info.info, demo.demo, check.check, bench.bench, tune.tune, mask.mask):
     app.command()(command)
 

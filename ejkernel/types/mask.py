@@ -73,7 +73,7 @@ class MaskInfo:
     kvheads_axis_name: AxisName = "tp"
     sequence_axis_name: AxisName = "sp"
 
-    def __init_subclass__(cls):
+    def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         fields.register(cls)
 

@@ -31,7 +31,7 @@ class Rule:
     Arrays (and rules inside rules) are children of the pytree; numbers and strings are static.
     """
 
-    def __init_subclass__(cls):
+    def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         register(cls)
 
@@ -165,7 +165,7 @@ class Rule:
         """The kinds of rules in this one, such as `{"causal", "segments"}`."""
         return frozenset()
 
-    def describe(self) -> tuple:
+    def describe(self) -> tuple[object, ...]:
         """Kinds and static numbers, hashable and fit for JSON; arrays appear as `"array"`."""
         values = (getattr(self, name) for name in field_names(type(self)))
         return (
@@ -248,7 +248,7 @@ class _Combination(Rule):
     def features(self) -> frozenset[str]:
         return frozenset().union(*(rule.features() for rule in self.rules))
 
-    def describe(self) -> tuple:
+    def describe(self) -> tuple[object, ...]:
         return (type(self).__name__.lower(), *(rule.describe() for rule in self.rules))
 
     def __repr__(self) -> str:
@@ -264,7 +264,7 @@ class And(_Combination):
 
     rules: tuple[Rule, ...]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "rules", _flat(self.rules, And, Everything))
 
     def allowed(self, q_len: int, kv_len: int) -> jax.Array:
@@ -296,7 +296,7 @@ class Or(_Combination):
 
     rules: tuple[Rule, ...]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         flat = _flat(self.rules, Or, None)
         # What allows every pair leaves nothing for the others to add.
         everything = tuple(rule for rule in flat if isinstance(rule, Everything))

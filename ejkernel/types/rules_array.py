@@ -91,7 +91,7 @@ class Segments(Match):
             starts=None,
         )
 
-    def describe(self) -> tuple:
+    def describe(self) -> tuple[object, ...]:
         # How many documents there are changes from call to call, and no choice follows from it.
         return ("segments", "array", "array", *(["documents"] if self.documents else []))
 

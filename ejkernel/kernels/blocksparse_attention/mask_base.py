@@ -62,7 +62,7 @@ class Combination(Mask):
     left: Mask
     right: Mask
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_same_shape(type(self).__name__, self.left, self.right)
         if len(self.left.shape) != 2:
             raise ValueError(

@@ -66,7 +66,7 @@ class _FormulaMask(ComputableMask):
     @abc.abstractmethod
     def mask_function(self) -> BandFunction | ChunkFunction: ...
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         name = type(self).__name__
         object.__setattr__(self, "shape", _checked_shape(name, self.shape))
         if self.shard_count <= 0 or self.shape[0] % self.shard_count**2:
@@ -128,7 +128,7 @@ class LocalMask(_FormulaMask):
     offset: int = 0
     shard_count: int = field(default=1, compare=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         if len(self.window_size) != 2:
             raise ValueError(
@@ -162,7 +162,7 @@ class ChunkedCausalMask(_FormulaMask):
     chunk_size: int
     shard_count: int = field(default=1, compare=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         if self.chunk_size <= 0:
             raise ValueError(
@@ -185,7 +185,7 @@ class FullMask(Mask):
 
     _shape: tuple[int, int]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "_shape", _checked_shape("FullMask", self._shape))
 
     @property
@@ -211,7 +211,7 @@ class NumpyMask(Mask):
 
     array: np.ndarray
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         array = np.array(self.array)
         _checked_shape("NumpyMask", array.shape)
         if array.dtype != np.bool_:
@@ -251,7 +251,7 @@ class MultiHeadMask(Mask):
 
     masks: Sequence[Mask]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "masks", tuple(self.masks))
         if not self.masks:
             raise ValueError("MultiHeadMask: at least one mask is needed.")

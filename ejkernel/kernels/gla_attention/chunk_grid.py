@@ -35,6 +35,11 @@ class Packing(NamedTuple):
 class ChunkGrid:
     """The chunks of a call."""
 
+    batch: int
+    tokens: int
+    chunk: int
+    reverse: bool
+
     def __init__(
         self,
         shape: tuple[int, int, int],
@@ -45,11 +50,11 @@ class ChunkGrid:
     ):
         self.batch, self.tokens, heads = shape
         self.chunk, self.reverse = chunk, reverse
-        self.heads = largest_divisor(heads, lanes)
-        self.rows = 1
+        self.heads: int = largest_divisor(heads, lanes)
+        self.rows: int = 1
         self.packing: Packing | None = None
         if cu_seqlens is None:
-            self.chunks = -(-self.tokens // chunk)
+            self.chunks: int = -(-self.tokens // chunk)
             if self.heads == heads:
                 self.rows = largest_divisor(self.batch, lanes // heads)
         else:
@@ -57,8 +62,8 @@ class ChunkGrid:
             self.chunks = (self.tokens + filled * (chunk - 1)) // chunk
             pack = lambda ends: _packing(ends, self.tokens, chunk, self.chunks)
             self.packing = jax.vmap(pack)(cu_seqlens)
-        self.head_units = heads // self.heads
-        self.units = self.batch // self.rows * self.head_units
+        self.head_units: int = heads // self.heads
+        self.units: int = self.batch // self.rows * self.head_units
 
     def to_places(self, x: jax.Array) -> jax.Array:
         """Tokens to places; 0 where there is none."""

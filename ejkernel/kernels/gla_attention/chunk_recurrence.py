@@ -84,8 +84,8 @@ class _Decay(NoDecay):
     """Log decays `[l, c, d]`, d either the columns' or 1."""
 
     def __init__(self, decays: jax.Array):
-        self.decays = jnp.maximum(decays, _LEAST)
-        self.tokens = decays.shape[1]
+        self.decays: jax.Array = jnp.maximum(decays, _LEAST)
+        self.tokens: int = decays.shape[1]
 
     @functools.cached_property
     def start(self) -> jax.Array:

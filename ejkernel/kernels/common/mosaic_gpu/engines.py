@@ -18,7 +18,7 @@ class RegisterValue:
     """A value in the interpreter that stands for a reference to registers."""
 
     def __init__(self, value: jax.Array):
-        self.value = value
+        self.value: jax.Array = value
 
     def __getitem__(self, index: object) -> jax.Array:
         return self.value

@@ -41,14 +41,19 @@ class SharedMatrices:
     written back. Each panel is a copy, and a matmul, of its own.
     """
 
+    dtype: DTypeLike
+    count: int
+    rows: int
+    dim: int
+
     def __init__(self, dtype: DTypeLike, count: int, rows: int, dim: int, whole_tiles: bool):
         self.dtype, self.count, self.rows, self.dim = dtype, count, rows, dim
         self.whole_tiles = whole_tiles
         fewest = -(-dim // 16) * 16
         widths = (size for size in (64, 32, 16) if -(-dim // size) * size == fewest)
-        self.width = dim if whole_tiles else next(widths)
-        self.panels = -(-dim // self.width)
-        self.columns = self.width * self.panels  # with the padding of the last panel
+        self.width: int = dim if whole_tiles else next(widths)
+        self.panels: int = -(-dim // self.width)
+        self.columns: int = self.width * self.panels  # with the padding of the last panel
 
     def views(self, interpreted: bool) -> list[object]:
         """The memory as WGMMA sees it; before it, as copies see it, where that differs."""
@@ -73,6 +78,10 @@ class SharedMatrices:
 
 class SharedMatrixRefs:
     """Matrices inside a kernel: `copied` as copies see them, `tiled` as WGMMA does."""
+
+    shape: SharedMatrices
+    copied: Ref
+    tiled: Ref
 
     def __init__(self, shape: SharedMatrices, copied: Ref, tiled: Ref):
         self.shape, self.copied, self.tiled = shape, copied, tiled

@@ -7,7 +7,7 @@ Plain compile-time constants are annotated `tl.constexpr`, a dataclass of them b
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -26,9 +26,9 @@ class StaticArguments(_Annotation):
     It has the numbers that device code, which may not read globals, uses.
     """
 
-    log2_e = LOG2_E
-    ln_2 = math.log(2.0)
-    float32_min = float(np.finfo(np.float32).min)
+    log2_e: ClassVar[float] = LOG2_E
+    ln_2: ClassVar[float] = math.log(2.0)
+    float32_min: ClassVar[float] = float(np.finfo(np.float32).min)
 
 
 class Tensor(_Annotation):

@@ -47,6 +47,16 @@ class LogitTile:
     once for all tiles; `at` is the first column of a tile.
     """
 
+    spec: Spec
+    operands: TileOperands
+    refs: dict[str, Ref]
+    batch: Index
+    head: Index
+    first_row: Index
+    shape: tuple[int, int]
+    transposed: bool
+    engine: gpu.WgmmaEngine | None
+
     def __init__(
         self,
         spec: Spec,
@@ -62,7 +72,7 @@ class LogitTile:
         self.spec, self.operands, self.refs = spec, operands, refs
         self.batch, self.head, self.first_row = batch, head, first_row
         self.shape, self.transposed, self.engine = (ROWS, columns), transposed, engine
-        self.needs_position = operands.masked or "bias" in refs or "seed" in refs
+        self.needs_position: bool = operands.masked or "bias" in refs or "seed" in refs
         kinds = ("key_id",) if transposed else ("query_id", "lower", "upper")
         names = [name for name in operands.arrays if any(kind in name for kind in kinds)]
         self._row_values = {name: self._load_rows(refs[name]) for name in names}

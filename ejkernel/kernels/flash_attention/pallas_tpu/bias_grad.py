@@ -21,12 +21,17 @@ from jax.experimental.pallas import tpu as pltpu
 from ejkernel.kernels.common.mosaic_tpu.blocks import BlockResult
 from ejkernel.kernels.common.mosaic_tpu.vectors import LANES
 from ejkernel.kernels.common.refs import Ref
-from ejkernel.kernels.flash_attention.pallas_tpu.launch import FlashCall, HeadGroups
+from ejkernel.kernels.flash_attention.pallas_tpu.launch import FlashCall, FlashTileSize, HeadGroups
 from ejkernel.kernels.flash_attention.pallas_tpu.schedule import Step
 
 
 class BiasGradient:
     """Results, scratch memory and kernel code of the gradient; nothing without a bias."""
+
+    call: FlashCall
+    size: FlashTileSize
+    step: Step
+    result: Ref
 
     def __init__(self, call: FlashCall):
         self.call, self.size = call, call.size
@@ -34,7 +39,7 @@ class BiasGradient:
         self.results: list[BlockResult] = []
         self.scratch: list[pl.MemoryRef] = []
         self.kind: Literal["tile", "keys", "queries"] | None = None
-        self.shared = False
+        self.shared: bool = False
         if bias is None:
             return
         b, n, t, s = bias.shape
@@ -53,7 +58,7 @@ class BiasGradient:
         blocks = (-(-self.call.kv_len // keys) * keys, -(-self.call.q_len // queries) * queries)
         in_hbm = pl.BlockSpec(memory_space=pl.ANY)
         self.results = [BlockResult((b, n, *blocks), jnp.float32, in_hbm, zeroed=True)]
-        self.heads = self.size.heads if n > 1 else 1
+        self.heads: int = self.size.heads if n > 1 else 1
         self.scratch = [pltpu.VMEM((self.heads, keys, queries), jnp.float32)]
 
     def _prepare_keys(self, b: int, n: int) -> None:
@@ -80,7 +85,7 @@ class BiasGradient:
     def at(self, step: Step, result: Ref, scratch: Ref | None) -> "BiasGradient":
         """The gradient at a step of the kernel, with the refs of its result and accumulator."""
         self.step, self.result = step, result
-        self.acc = result if scratch is None else scratch
+        self.acc: Ref = result if scratch is None else scratch
         return self
 
     def begin(self) -> None:

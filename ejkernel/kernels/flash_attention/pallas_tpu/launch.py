@@ -67,6 +67,18 @@ class FlashCall:
         first_query: the index of the first query, where these are a part of all queries.
     """
 
+    vmem: int
+    on_results: ResultHook | None
+    inputs: Inputs
+    spec: Spec
+    by_keys: bool
+    first_query: int
+    batch: int
+    q_len: int
+    q_heads: int
+    kv_len: int
+    kv_heads: int
+
     def __init__(
         self,
         inputs: Inputs,
@@ -83,14 +95,14 @@ class FlashCall:
         self.batch, self.q_len, self.q_heads, _ = inputs.query.shape
         _, self.kv_len, self.kv_heads, _ = inputs.key.shape
         rule = inputs.mask or Everything()
-        self.size = size._replace(heads=1) if rule.heads > 1 else size
-        self.mask = TileMask(rule, self.q_len, self.kv_len)
+        self.size: FlashTileSize = size._replace(heads=1) if rule.heads > 1 else size
+        self.mask: TileMask = TileMask(rule, self.q_len, self.kv_len)
         self.schedule: TileSchedule = tile_schedule(
             rule, self.q_len, self.kv_len, size.queries, size.keys, by_keys=by_keys
         )
-        self.ragged_queries = self.q_len % size.queries != 0
-        self.ragged_keys = self.kv_len % size.keys != 0
-        self.unmasked = self.mask.always and not (self.ragged_queries or self.ragged_keys)
+        self.ragged_queries: bool = self.q_len % size.queries != 0
+        self.ragged_keys: bool = self.kv_len % size.keys != 0
+        self.unmasked: bool = self.mask.always and not (self.ragged_queries or self.ragged_keys)
 
     @property
     def grid(self) -> tuple[int, int, int | jax.Array]:

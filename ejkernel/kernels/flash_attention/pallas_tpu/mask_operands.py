@@ -81,7 +81,7 @@ class TileMask:
 
     def __init__(self, rule: Rule, q_len: int, kv_len: int):
         self._rule = _prepared(rule, q_len, kv_len)
-        self.operands = [
+        self.operands: list[MaskOperand] = [
             MaskOperand(kind, _array(getattr(part, name), kind))
             for part in _leaves(self._rule)
             for name, kind in _FIELDS[type(part)]

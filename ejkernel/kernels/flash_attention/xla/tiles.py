@@ -26,9 +26,10 @@ from ejkernel.kernels.common import carry as carries
 from ejkernel.kernels.common.integers import largest_divisor
 from ejkernel.kernels.common.refs import Index
 from ejkernel.kernels.flash_attention import dropout
+from ejkernel.kernels.flash_attention.dropout import Dropout
 from ejkernel.kernels.flash_attention.inputs import Inputs, Spec
-from ejkernel.types.block_map import FULL, BlockList, block_map
-from ejkernel.types.rules import Everything
+from ejkernel.types.block_map import FULL, BlockList, BlockMap, block_map
+from ejkernel.types.rules import Everything, Rule
 
 # Logits in one tile: more leaves the cache of a CPU, and costs memory without gaining speed.
 _LARGEST_TILE = 1 << 21
@@ -56,6 +57,20 @@ class FlashTiles:
     gathers into one tile.
     """
 
+    spec: Spec
+    dropout: Dropout | None
+    rule: Rule
+    q_len: int
+    q_heads: int
+    kv_len: int
+    block_q: int
+    block_k: int
+    q_blocks: int
+    k_blocks: int
+    tile_q: int
+    tile_k: int
+    group: int
+
     def __init__(
         self, inputs: Inputs, spec: Spec, block_q: int, block_k: int, over: Literal["q", "k"]
     ):
@@ -66,8 +81,8 @@ class FlashTiles:
         self.block_q, self.block_k = min(block_q, self.q_len), min(block_k, self.kv_len)
         self.q_blocks, self.k_blocks = -(-self.q_len // block_q), -(-self.kv_len // block_k)
         # A single block is visited whatever the mask, and without a mask all of them are.
-        self.single = self.q_blocks == self.k_blocks == 1
-        self.map = None
+        self.single: bool = self.q_blocks == self.k_blocks == 1
+        self.map: BlockMap | None = None
         if not (self.single or isinstance(rule, Everything)):
             self.map = block_map(rule, self.q_len, self.kv_len, self.block_q, self.block_k)
         self.tile_q, self.tile_k = self.block_q, self.block_k
@@ -79,12 +94,12 @@ class FlashTiles:
         apart = rule.heads > 1
         self.group, heads = (1, 1) if apart else (self.q_heads // kv_heads, kv_heads)
         area = self.group * self.tile_q * self.tile_k
-        self.heads = largest_divisor(heads, _LARGEST_TILE // area)
+        self.heads: int = largest_divisor(heads, _LARGEST_TILE // area)
         together = not (apart or rule.batched) and self.heads == kv_heads
-        self.rows = largest_divisor(batch, _LARGEST_TILE // (area * heads)) if together else 1
-        self.units = batch * self.q_heads // (self.rows * self.heads * self.group)
-        self.units_per_key = self.q_heads // kv_heads // self.group
-        self.ragged = self.kv_len % self.block_k != 0
+        self.rows: int = largest_divisor(batch, _LARGEST_TILE // (area * heads)) if together else 1
+        self.units: int = batch * self.q_heads // (self.rows * self.heads * self.group)
+        self.units_per_key: int = self.q_heads // kv_heads // self.group
+        self.ragged: bool = self.kv_len % self.block_k != 0
         self._anchor = carries.anchor(inputs)
         self.bias = inputs.bias
         if self.bias is not None:
@@ -169,7 +184,7 @@ class FlashTiles:
 
     def logits(
         self, products: jax.Array, unit: Unit, i: Blocks, j: Blocks, transposed: bool = False
-    ):
+    ) -> jax.Array:
         """Scaled, biased and capped logits of a tile, from the products of queries and keys."""
         rows = (self.group, self.tile_q)
         shape = (self.tile_k, *rows) if transposed else (*rows, self.tile_k)

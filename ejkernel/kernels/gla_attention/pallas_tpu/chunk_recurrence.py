@@ -93,6 +93,10 @@ def sum_matmul(left: jax.Array, right: jax.Array, exact: bool = True) -> jax.Arr
 class NoDecayTile:
     """No decay; `dtype` is that of the operands of matmuls."""
 
+    tokens: int
+    group: int
+    dtype: DTypeLike
+
     def __init__(self, tokens: int, group: int, dtype: DTypeLike):
         self.tokens, self.group, self.dtype = tokens, group, dtype
 
@@ -156,8 +160,8 @@ class ScalarDecayTile(NoDecayTile):
 
     def __init__(self, decays: jax.Array, tokens: int, group: int, dtype: DTypeLike):
         super().__init__(tokens, group, dtype)
-        self.exact = decays.dtype == jnp.float32
-        self.decays = jnp.maximum(decays.astype(jnp.float32), _LEAST)
+        self.exact: bool = decays.dtype == jnp.float32
+        self.decays: jax.Array = jnp.maximum(decays.astype(jnp.float32), _LEAST)
 
     @functools.cached_property
     def past(self) -> jax.Array:
@@ -234,8 +238,8 @@ class ColumnDecayTile(NoDecayTile):
         self, decays: jax.Array, tables: SumTables, tokens: int, group: int, dtype: DTypeLike
     ):
         super().__init__(tokens, group, dtype)
-        self.exact = decays.dtype == jnp.float32
-        self.decays = jnp.maximum(decays.astype(jnp.float32), _LEAST)
+        self.exact: bool = decays.dtype == jnp.float32
+        self.decays: jax.Array = jnp.maximum(decays.astype(jnp.float32), _LEAST)
         self.tables = tables
 
     def _factor(self, place: int) -> jax.Array:

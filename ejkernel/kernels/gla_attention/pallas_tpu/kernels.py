@@ -62,21 +62,30 @@ class GlaCall:
     `backwards`: from the last chunk in time to the first.
     """
 
+    inputs: Inputs
+    spec: Spec
+    size: GlaStepSize
+    vmem: int
+    batch: int
+    tokens: int
+    heads: int
+    width: int
+
     def __init__(
         self, inputs: Inputs, spec: Spec, size: GlaStepSize, *, vmem: int, backwards: bool = False
     ):
         self.inputs, self.spec, self.size, self.vmem = inputs, spec, size, vmem
         self.backwards = backwards
         self.batch, self.tokens, self.heads, self.width = inputs.key.shape
-        self.columns = inputs.value.shape[3]
-        self.group = inputs.query.shape[2] // self.heads
-        self.sequences = sequences(inputs)
+        self.columns: int = inputs.value.shape[3]
+        self.group: int = inputs.query.shape[2] // self.heads
+        self.sequences: int = sequences(inputs)
         shape = (self.batch, self.tokens, self.heads)
-        self.grid = ChunkGrid(shape, size.chunk, 1, spec.reverse, inputs.cu_seqlens)
-        self.chunks = self.grid.chunks
-        self.dtype = inputs.query.dtype
-        self.decays = self._decays()
-        self.uniform = self.decays is not None and self.decays.shape[3] == 1
+        self.grid: ChunkGrid = ChunkGrid(shape, size.chunk, 1, spec.reverse, inputs.cu_seqlens)
+        self.chunks: int = self.grid.chunks
+        self.dtype: np.dtype = inputs.query.dtype
+        self.decays: jax.Array | None = self._decays()
+        self.uniform: bool = self.decays is not None and self.decays.shape[3] == 1
 
     def to_chunks(self, x: jax.Array) -> jax.Array:
         """[b, s, n, d] -> [b, n, p, d], in temporal order."""

@@ -58,7 +58,7 @@ class SharedBuffer:
         interpreted: bool,
     ):
         views = {"untiled": untiled, "tiled": tiled, "plain": plain}
-        self.views = {
+        self.views: dict[str, object] = {
             name: view
             for name, view in views.items()
             if view is not None and (name == "tiled" or not interpreted)

@@ -140,6 +140,13 @@ def run_kernel(
 class CopyPipeline:
     """The copies of one kernel."""
 
+    config: PagedKernelConfig
+    layout: CacheLayout
+    work: WorkList
+    refs: KernelRefs
+    begin: jax.Array
+    end: jax.Array
+
     def __init__(
         self, config: PagedKernelConfig, layout: CacheLayout, work: WorkList, refs: KernelRefs
     ):
@@ -329,6 +336,14 @@ class PagedAttentionKernel:
     of a query of the tile.
     """
 
+    config: PagedKernelConfig
+    layout: CacheLayout
+    spec: Spec
+    refs: KernelRefs
+    work: WorkList
+    parts: int
+    rows: int
+
     def __init__(
         self,
         config: PagedKernelConfig,
@@ -338,12 +353,12 @@ class PagedAttentionKernel:
         refs: KernelRefs,
     ):
         self.config, self.layout, self.spec, self.refs, self.work = config, layout, spec, refs, work
-        self.copies = CopyPipeline(config, layout, work, refs)
-        self.block_positions = config.block_pages * layout.page_size
-        self.heads = refs.query.shape[1]
+        self.copies: CopyPipeline = CopyPipeline(config, layout, work, refs)
+        self.block_positions: int = config.block_pages * layout.page_size
+        self.heads: int = refs.query.shape[1]
         self.parts, self.rows = refs.query_rows.shape[:2]
-        self.columns = refs.column_offsets.shape[1]
-        self.columns_per_page = self.columns // config.block_pages
+        self.columns: int = refs.column_offsets.shape[1]
+        self.columns_per_page: int = self.columns // config.block_pages
         # Two heads of a token that share a word of 32 bits are told apart within the register. The
         # order of the keys then changes, and that of the values in the same way.
         words = layout.heads_share_words and refs.query_rows.dtype == jnp.bfloat16

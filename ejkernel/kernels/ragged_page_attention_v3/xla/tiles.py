@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
@@ -52,35 +53,46 @@ class PageBlock(NamedTuple):
 class PagedTiles:
     """The tiles and blocks of one call."""
 
+    inputs: Inputs
+    spec: Spec
+    caches: tuple[jax.Array, jax.Array]
+    cache_pages: int
+    page_size: int
+    kv_heads: int
+    head_dim: int
+    rows: int
+    heads: int
+    kv_lengths: jax.Array
+
     def __init__(self, inputs: Inputs, spec: Spec, queries: int | None, pages: int | None):
         self.inputs, self.spec = inputs, spec
         values = inputs.value_pages
-        self.axes = cache_axes(spec.kv_layout, combined=values is None)
+        self.axes: str = cache_axes(spec.kv_layout, combined=values is None)
         self.caches = (inputs.key_pages, inputs.key_pages if values is None else values)
         size = {letter: inputs.key_pages.shape[i] for i, letter in enumerate(self.axes)}
         self.cache_pages, self.page_size, self.kv_heads = size["p"], size["c"], size["k"]
         b, t, heads, self.head_dim = inputs.query.shape
         self.rows, self.heads = b * t, heads
-        self.group = heads // self.kv_heads
-        self.dtype = jnp.promote_types(inputs.query.dtype, jnp.float32)
-        self.operands = operand_dtype(inputs.query.dtype, inputs.key_pages.dtype)
+        self.group: int = heads // self.kv_heads
+        self.dtype: np.dtype = jnp.promote_types(inputs.query.dtype, jnp.float32)
+        self.operands: np.dtype = operand_dtype(inputs.query.dtype, inputs.key_pages.dtype)
 
         table = inputs.page_indices
         wanted = max(1, _POSITIONS // self.page_size) if pages is None else pages
-        self.pages = min(wanted, table.shape[-1])
-        self.block = self.pages * self.page_size
+        self.pages: int = min(wanted, table.shape[-1])
+        self.block: int = self.pages * self.page_size
         if queries is None:
             # No longer than sequences are on average: the rest of a tile is wasted work.
             queries = max(8, min(_ROWS // self.group, t // table.shape[1]))
-        self.sizes = (1,) if t == 1 else (1, min(max(queries, 2), t))
+        self.sizes: tuple[int, ...] = (1,) if t == 1 else (1, min(max(queries, 2), t))
 
         starts = jnp.asarray(inputs.query_starts) + t * jnp.arange(b, dtype=jnp.int32)[:, None]
-        self.starts = starts.reshape(-1)
-        self.lengths = jnp.clip(inputs.query_lens, 0, t).reshape(-1)
+        self.starts: jax.Array = starts.reshape(-1)
+        self.lengths: jax.Array = jnp.clip(inputs.query_lens, 0, t).reshape(-1)
         self.kv_lengths = jnp.minimum(inputs.kv_lens, table.shape[-1] * self.page_size).reshape(-1)
         missing = -table.shape[-1] % self.pages
         table = jnp.asarray(table).reshape(-1, table.shape[-1])
-        self.table = jnp.pad(table, ((0, 0), (0, missing)), constant_values=-1)
+        self.table: jax.Array = jnp.pad(table, ((0, 0), (0, missing)), constant_values=-1)
         self._anchor = carries.anchor(inputs)
 
     def full(
