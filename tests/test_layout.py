@@ -16,7 +16,7 @@ from ejkernel.kernels import OPS
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "ejkernel"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-LONGEST_FILE = 700
+LONGEST_FILE = 720  # a kernel with its launch, about 700
 # An interface: one class whose methods are docstrings and one call each.
 LONGEST_INTERFACE = {"ejkernel/types/mask.py": 820}
 

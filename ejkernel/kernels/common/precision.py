@@ -1,15 +1,11 @@
 """The precision of matmuls: float32 in full, unless the user of JAX has asked for less."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
 from ejkernel import settings
-
-LOG2_E = math.log2(math.e)
 
 
 def precision() -> lax.Precision | None:

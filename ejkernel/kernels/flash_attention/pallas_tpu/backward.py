@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ejkernel.kernels.common.constants import LOG2_E
 from ejkernel.kernels.common.mosaic_tpu.blocks import BlockResult
 from ejkernel.kernels.common.mosaic_tpu.vectors import LANES, matmul_nn, matmul_nt
-from ejkernel.kernels.common.precision import LOG2_E
 from ejkernel.kernels.common.refs import Index
 from ejkernel.kernels.common.sinks import per_sink, share_of_keys
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec

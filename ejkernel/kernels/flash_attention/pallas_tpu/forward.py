@@ -20,9 +20,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
+from ejkernel.kernels.common.constants import LOG2_E
 from ejkernel.kernels.common.mosaic_tpu.blocks import BlockOperand, BlockResult
 from ejkernel.kernels.common.mosaic_tpu.vectors import LANES, LEAST, SUBLANES, matmul_nn, matmul_nt
-from ejkernel.kernels.common.precision import LOG2_E
 from ejkernel.kernels.common.refs import Ref
 from ejkernel.kernels.flash_attention.inputs import Outputs
 from ejkernel.kernels.flash_attention.pallas_tpu.launch import FlashCall, FlashRefs

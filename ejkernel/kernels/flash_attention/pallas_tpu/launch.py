@@ -21,8 +21,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel import settings
+from ejkernel.kernels.common.constants import LOG2_E
 from ejkernel.kernels.common.mosaic_tpu.blocks import BlockOperand, BlockResult
-from ejkernel.kernels.common.precision import LOG2_E
 from ejkernel.kernels.common.refs import Index, Ref
 from ejkernel.kernels.flash_attention import dropout
 from ejkernel.kernels.flash_attention.inputs import Inputs, Spec

@@ -28,9 +28,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel import settings
+from ejkernel.kernels.common.constants import LOG2_E
 from ejkernel.kernels.common.mosaic_tpu.copies import AsyncCopy, RowCopies
 from ejkernel.kernels.common.mosaic_tpu.vectors import LANES, LEAST, matmul_nn, matmul_nt
-from ejkernel.kernels.common.precision import LOG2_E
 from ejkernel.kernels.common.refs import Index, Ref
 from ejkernel.kernels.ragged_page_attention_v3.inputs import Inputs, Spec
 from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu import block_layout
