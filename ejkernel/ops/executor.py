@@ -81,6 +81,8 @@ class Executor:
 
     def run(self, op: Op, inputs: CallInputs, spec: CallSpec, request: Request) -> Any:
         """The outputs of `op`; the one path every call takes."""
+        if isinstance(request.cfg, dict):  # which is no part of a key
+            raise ValueError(f"{op.name}: cfg must be a {op.config.__name__}, got dict.")
         leaves, treedef = jax.tree.flatten(inputs)
         device = device_of(leaves)
         key = (

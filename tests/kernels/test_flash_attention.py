@@ -345,3 +345,10 @@ def test_numpy_arrays_are_arrays():
         np.asarray(Q), np.asarray(K), np.asarray(V), bias=np.zeros((24, 24), "f4")
     )
     close(got, flash_attention(Q, K, V))
+
+
+def test_a_configuration_is_no_dictionary(as_a_user_calls):
+    with pytest.raises(
+        ValueError, match="^flash_attention: cfg must be a FlashAttentionConfig, got"
+    ):
+        flash_attention(Q, K, V, cfg={})
