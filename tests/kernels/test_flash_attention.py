@@ -348,7 +348,5 @@ def test_numpy_arrays_are_arrays():
 
 
 def test_a_configuration_is_no_dictionary(as_a_user_calls):
-    with pytest.raises(
-        ValueError, match="^flash_attention: cfg must be a FlashAttentionConfig, got"
-    ):
+    with pytest.raises(ValueError, match=r"^flash_attention: cfg must be a FlashAttentionConfig"):
         flash_attention(Q, K, V, cfg={})
