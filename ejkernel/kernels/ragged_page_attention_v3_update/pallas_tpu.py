@@ -93,6 +93,10 @@ def max_page_writes(inputs: Inputs, page_size: int) -> int:
     return min(b * t, b * t // page_size + 2 * inputs.kv_lens.size)
 
 
+# An array, or its shape where a call is only judged.
+Shaped = jax.Array | jax.ShapeDtypeStruct
+
+
 class PageBuffers(NamedTuple):
     """VMEM for pages of [heads, slots, columns] that are updated, and for their tokens."""
 
@@ -100,7 +104,7 @@ class PageBuffers(NamedTuple):
     dtype: np.dtype
 
     @classmethod
-    def of(cls, tokens: jax.Array, pages: jax.Array, page_size: int) -> "PageBuffers":
+    def of(cls, tokens: Shaped, pages: Shaped, page_size: int) -> "PageBuffers":
         return cls((tokens.shape[-2], page_size, tokens.shape[-1]), pages.dtype)
 
     @property
