@@ -20,7 +20,6 @@ import argparse
 import difflib
 import hashlib
 import importlib
-import inspect
 import re
 import sys
 import traceback
@@ -107,37 +106,20 @@ def _program(name: str, source: Source, workload: Workload, direction: Any, ptx:
     if direction == "forward":
         run, arguments = _forward(implementation, spec, device, params), (inputs,)
     else:
-        outputs, residuals = _forward_shapes(name, implementation, inputs, spec, device)
-        run = _given(chosen.run, device)
+        outputs, residuals = _forward_shapes(name, inputs, spec, device)
         arguments = (inputs, residuals, outputs)
-        backward = run
-        run = lambda inputs, residuals, d_outputs: backward(
-            inputs, residuals, d_outputs, spec, params
-        )
+        run = lambda *arguments: chosen(*arguments, spec, params, device=device)
     return "\n".join([f"params: {params}", *_texts(source, run, arguments, device, ptx)])
-
-
-def _given(run: Callable[..., Any], device: Device) -> Callable[..., Any]:
-    """`run` with its device, if it takes one."""
-    if "device" not in inspect.signature(run).parameters:
-        return run
-    return lambda *arguments: run(*arguments, device=device)
 
 
 def _forward(
     implementation: Implementation, spec: Any, device: Device, params: Any
 ) -> Callable[..., Any]:
-    if implementation.forward is None:
-        raise ValueError("there is no forward pass")
-    run = _given(implementation.residuals or implementation.forward.run, device)
-    return lambda inputs: run(inputs, spec, params)
+    return lambda inputs: implementation.run_with_residuals(inputs, spec, params, device=device)
 
 
-def _forward_shapes(
-    name: str, implementation: Implementation, inputs: Any, spec: Any, device: Device
-) -> tuple[Any, Any]:
-    """Shapes of what a forward pass of the op gives, by XLA, which takes every call."""
-    del implementation
+def _forward_shapes(name: str, inputs: Any, spec: Any, device: Device) -> tuple[Any, Any]:
+    """Shapes of what a forward pass of the op gives, by XLA, which supports every call."""
     sources = kernel_registry.op(name).sources
     xla = next(x for x in sources if x.platform.value == "xla").load()
     if xla.forward is None:
@@ -210,12 +192,7 @@ def _triton_kernels(
 
 
 def _bridge() -> Any:
-    for name in ("triton.bridge", "triton_bridge"):
-        try:
-            return importlib.import_module(f"ejkernel.kernels.common.{name}")
-        except ModuleNotFoundError:
-            continue
-    raise ModuleNotFoundError("there is no Triton bridge")
+    return importlib.import_module("ejkernel.kernels.common.triton.bridge")
 
 
 def _values(static: Any) -> list[Any]:

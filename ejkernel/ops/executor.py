@@ -18,7 +18,7 @@ from ejkernel.ops.invocation import Invocation
 from ejkernel.ops.kernel import Kernel
 from ejkernel.ops.persistent import PersistentCache
 from ejkernel.ops.platform import Device, Platform, device_of
-from ejkernel.ops.selection import ConfigSelectorChain
+from ejkernel.ops.selection import ConfigSelectorChain, check_config
 
 P = ParamSpec("P")
 Out = TypeVar("Out")
@@ -81,8 +81,7 @@ class Executor:
 
     def run(self, op: Op, inputs: CallInputs, spec: CallSpec, request: Request) -> Any:
         """The outputs of `op`; the one path every call takes."""
-        if isinstance(request.cfg, dict):  # which is no part of a key
-            raise ValueError(f"{op.name}: cfg must be a {op.config.__name__}, got dict.")
+        check_config(op, request.cfg)
         leaves, treedef = jax.tree.flatten(inputs)
         device = device_of(leaves)
         key = (

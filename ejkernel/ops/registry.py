@@ -126,6 +126,11 @@ def _complete(
 ) -> Implementation:
     """An implementation from the function that is its forward pass."""
     if isinstance(implementation, Implementation):
+        if features:
+            raise ValueError(
+                "kernel_registry: features= is for a function; the passes of an Implementation "
+                "list their own."
+            )
         return implementation
     return Implementation(forward=Pass(run=implementation, features=features))
 

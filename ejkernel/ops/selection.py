@@ -14,7 +14,7 @@ from ejkernel.ops import cache as caches
 from ejkernel.ops import policy as policies
 from ejkernel.ops.cache import ConfigCache
 from ejkernel.ops.config import Config
-from ejkernel.ops.implementation import Choice, Pass, Source
+from ejkernel.ops.implementation import Choice, Op, Pass, Source
 from ejkernel.ops.invocation import Invocation, Key
 from ejkernel.ops.persistent import PersistentCache, ShippedTable
 from ejkernel.ops.platform import device_fingerprint
@@ -93,17 +93,9 @@ class ConfigSelectorChain:
         """The call with the platform that `cfg` asks for, and the parameters it holds, if any."""
         if cfg is None:
             return inv, None
+        check_config(inv.op, cfg)
         if not isinstance(cfg, Config):
-            if issubclass(inv.op.config, Config):
-                raise ValueError(
-                    f"{inv.op.name}: cfg must be a {inv.op.config.__name__}, "
-                    f"got {type(cfg).__name__}."
-                )
             return inv, cfg
-        if not isinstance(cfg, inv.op.config):
-            raise ValueError(
-                f"{inv.op.name}: cfg must be a {inv.op.config.__name__}, got {type(cfg).__name__}."
-            )
         asked = [name for name in (inv.platform, cfg.platform) if name not in (None, "auto")]
         if len(set(asked)) > 1:
             raise ValueError(
@@ -210,6 +202,14 @@ class ConfigSelectorChain:
             if (cfg := ShippedTable.for_op(name).get(key)) is not None:
                 return cfg
         return None
+
+
+def check_config(op: Op, cfg: object) -> None:
+    """Refuse a configuration of another class; a user's own kernel takes any."""
+    if cfg is not None and issubclass(op.config, Config) and not isinstance(cfg, op.config):
+        raise ValueError(
+            f"{op.name}: cfg must be a {op.config.__name__}, got {type(cfg).__name__}."
+        )
 
 
 def _choices(inv: Invocation, supported: Supported) -> list[Choice]:

@@ -56,7 +56,7 @@ _FAR = 2**29
 class KernelMask(NamedTuple):
     """The pairs that satisfy everything here.
 
-    Arrays are padded to the lengths `t` and `s` that were asked for; a batch axis is 1 where all
+    Arrays are padded to the requested lengths `t` and `s`; a batch axis is 1 where all
     batch rows agree, a head axis 1 where all heads do.
 
     Attributes:

@@ -96,6 +96,8 @@ def test_a_registered_function_supports_what_it_lists(monkeypatch):
     assert len(calls) == 1
     function_of(op.name)(x, attention_mask=mask)
     assert len(calls) == 1, "a feature that it does not list goes to the next implementation"
+    with pytest.raises(ValueError, match=r"^kernel_registry: features= is for a function"):
+        register(features=["attention_mask"])(op.sources[-1].load())
     register(features=["attention_mask"])(pool)
     function_of(op.name)(x, attention_mask=mask)
     assert len(calls) == 2

@@ -1,4 +1,4 @@
-"""The precision of matmuls: float32 in full, unless the user of JAX has asked for less."""
+"""The precision of matmuls: float32 in full, unless the user of JAX has requested less."""
 
 import jax
 import jax.numpy as jnp

@@ -28,7 +28,7 @@ WARPGROUP = 128  # threads
 
 
 def is_interpreted(device: Device) -> bool:
-    """Whether kernels run in the interpreter: it is asked for, and there is no GPU."""
+    """Whether kernels run in the interpreter: it is requested, and there is no GPU."""
     return settings.interpret() and device.platform != "gpu"
 
 

@@ -77,7 +77,7 @@ class ForwardTileConfig:
 
 
 def forward_tiles(inputs: Inputs, params: FwdParams | None) -> ForwardTileConfig:
-    """The tiles asked for, in sizes that the hardware has; the others by default."""
+    """The requested tiles, in sizes that the hardware has; the others by default."""
     default = _default_forward_tiles(inputs)
     if params is None:
         return default
@@ -295,15 +295,15 @@ def _backward_tiles(
     block_streamed: int,
     overlap_tiles: float,
 ) -> BackwardTileConfig:
-    """The block asked for if registers suffice, with overlap if they suffice for that too.
+    """The requested block if registers suffice, with overlap if they suffice for that too.
 
     Args:
         inputs: of the call.
         spec: of the call.
-        stages: asked for.
+        stages: requested.
         kernel: which gradients.
         accumulators: registers of the accumulators.
-        block_streamed: asked for.
+        block_streamed: requested.
         overlap_tiles: tiles of 64 rows in registers with overlap.
     """
     needed, stages = accumulators + _weight_registers(inputs, spec), min(4, max(2, stages or 4))

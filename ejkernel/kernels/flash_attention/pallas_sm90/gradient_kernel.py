@@ -78,7 +78,7 @@ def run_kernel(
     task: GradientKernelSpec,
     tiles: BackwardTileConfig,
 ) -> list[jax.Array]:
-    """The results of one kernel: its accumulated gradients, then what else it was asked for."""
+    """The results of one kernel: its accumulated gradients, then its other requested results."""
     b, t, n, _ = inputs.query.shape
     s, k = inputs.value.shape[1:3]
     interpreted = gpu.is_interpreted(device)
