@@ -8,6 +8,8 @@ WORKERS ?= auto
 # Which tests: the quick selection by default.
 MARKS ?= not gpu and not tpu and not slow
 EVIDENCE := benchmarks/results/evidence
+# The versions of Flax and Equinox, a group of pyproject.toml: integrations or integrations-oldest.
+INTEGRATIONS ?= integrations
 # The tests that `make test-gpu` runs, with the packages that they need.
 GPU_TESTS := tests/kernels/test_*_triton.py tests/kernels/test_*_pallas_gpu.py tests/kernels/test_*_cuda.py
 
@@ -18,13 +20,14 @@ stamp := $(VENV)/.installed
 pytest := $(bin)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadgroup -q
 on_cpu := JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1
 
-.PHONY: help demo test test-all test-rest test-tpu test-gpu test-nightly test-package lint format bench tables clean
+.PHONY: help demo test test-all test-rest test-tpu test-gpu test-integrations test-nightly test-package lint format bench tables clean
 help:
 	@echo "make demo          run every operation on this machine: checked, timed, compared with plain JAX"
 	@echo "make test          the quick test suite, minutes"
 	@echo "make test-all      the whole CPU suite: all workloads, dtypes and candidate configurations"
 	@echo "make test-tpu      TPU kernels, interpreted and compiled by libtpu; needs no TPU"
 	@echo "make test-gpu      NVIDIA kernels, interpreted and compiled; needs no GPU"
+	@echo "make test-integrations  the drop-ins against Flax and Equinox, in an environment of their own"
 	@echo "make test-nightly  transformations of all workloads, slow tests of TPU and NVIDIA kernels; hours"
 	@echo "make test-package  build a wheel from the sdist, install it alone, run its demo"
 	@echo "make lint          ruff, pyright, types of the public interface (make format applies ruff's fixes)"
@@ -51,6 +54,15 @@ test-tpu: $(stamp)-tpu
 
 test-gpu: $(stamp)-gpu
 	PYTHONPATH=$(VENV)/cuda $(on_cpu) $(pytest) $(GPU_TESTS) -m "$(MARKS)" $(ARGS)
+
+# In an environment beside this one, with its JAX.
+test-integrations: peers = $(VENV)-$(INTEGRATIONS)
+test-integrations: $(stamp)-package
+	$(MAKE) --no-print-directory VENV=$(peers) $(peers)/.installed-test
+	$(peers)/bin/python -m pip --disable-pip-version-check install --quiet --group $(INTEGRATIONS) \
+		jax==$$($(bin)/python -c "import jax; print(jax.__version__)")
+	$(peers)/bin/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadgroup -q -rs \
+		tests/integrations ejkernel/integrations $(ARGS)
 
 # Each part runs whatever became of the one before, and records what it proved.
 test-nightly: $(stamp)-tpu $(stamp)-gpu
@@ -92,7 +104,7 @@ tables: $(stamp)-package
 	$(bin)/python -m benchmarks.report
 
 clean:
-	rm -rf .venv .venv-oldest .venv-newest .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .venv-* .pytest_cache .ruff_cache .hypothesis build dist
 	find ejkernel tests benchmarks -name __pycache__ -type d -exec rm -rf {} +
 
 # The stamps depend on pyproject.toml: a changed dependency installs again, nothing else does.

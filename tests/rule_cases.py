@@ -71,7 +71,7 @@ def leaf_rules(draw, q_len, kv_len):
         case "band" | "positions":
             low, high = draw(st.none() | numbers(-4, 2)), draw(st.none() | numbers(-2, 4))
             positions, p = None, q
-            if kind == "positions":
+            if kind == "positions" and (low is not None or high is not None):
                 p = draw(ids(q_len, 0, kv_len))
                 positions, p = p, p[:, None, :, None]
             make = partial(made, Band, low, high, positions)

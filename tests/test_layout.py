@@ -25,9 +25,19 @@ code_metrics = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(code_metrics)
 
 # From the bottom up: a file may import from its own layer and from those before it.
-LAYERS = ("errors", "settings", "xla_utils", "types", "ops", "kernels", "modules", "cli")
-# `ejkernel/__init__.py` itself re-exports from here and may be imported from the command line only.
-TOP_LEVEL_IMPORTS = "ops"
+LAYERS = (
+    "errors",
+    "settings",
+    "xla_utils",
+    "types",
+    "ops",
+    "kernels",
+    "modules",
+    "integrations",
+    "cli",
+)
+# `ejkernel/__init__.py` re-exports from here and may be imported from the command line only.
+TOP_LEVEL_IMPORTS = "integrations"
 
 FILES_OF_EVERY_OP = {"__init__.py", "api.py", "workloads.py"}
 FILES_OF_AN_OP_OF_ITS_OWN = {"reference.py", "xla"}
@@ -88,7 +98,9 @@ def test_every_folder_is_a_layer():
         ("ops/executor.py", "from ejkernel import kernels", True),
         ("ops/executor.py", "from ejkernel import kernel_registry", True),
         ("ops/executor.py", "def f():\n    import ejkernel.kernels.flash_attention.api", True),
-        ("__init__.py", "from ejkernel.modules import flash_attention", True),
+        ("modules/__init__.py", "from ejkernel.integrations import jax_nn", True),
+        ("__init__.py", "from ejkernel.cli import app", True),
+        ("__init__.py", "from ejkernel.modules import flash_attention", False),
         ("ops/executor.py", "from ejkernel import settings", False),
         ("cli/info.py", "from ejkernel import __version__", False),
         ("types/mask.py", "import jax", False),
@@ -242,6 +254,21 @@ def test_importing_loads_no_platform_and_leaves_no_trace(tmp_path, module):
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == []
     assert list(tmp_path.rglob("*")) == []
+
+
+def test_importing_the_package_loads_nothing_else(tmp_path):
+    code = "import sys; before = {*sys.modules}; import ejkernel; print(*{*sys.modules} - before)"
+    run = [sys.executable, "-c", code]
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, check=True)
+    loaded = {name.partition(".")[0] for name in done.stdout.split()}
+    assert loaded - sys.stdlib_module_names == {"ejkernel"}
+    assert [name for name in done.stdout.split() if name.startswith("ejkernel.")] == []
+
+
+@pytest.mark.parametrize("name", ["flash_attention", "dot_product_attention", "MaskInfo"])
+def test_a_name_of_the_package_loads_no_platform(tmp_path, name):
+    done = _platform_modules_loaded(f"ejkernel\nejkernel.{name}", os.environ, tmp_path)
+    assert (done.returncode, done.stdout) == (0, "")
 
 
 def _platform_modules_loaded(module, environment, folder):

@@ -4,6 +4,8 @@ import ast
 import importlib
 import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,10 +15,21 @@ import ejkernel.modules
 import ejkernel.ops
 import ejkernel.types
 from ejkernel.kernels import OPS
+from ejkernel.ops.module import NAMES_ELSEWHERE
 
 DOCS = Path(__file__).parents[1] / "docs"
 
-TOP_LEVEL = {"Backend", "Platform", "kernel_registry"}
+TOP_LEVEL = {
+    *OPS,
+    "Backend",
+    "MaskInfo",
+    "Platform",
+    "__version__",
+    "autotune",
+    "dot_product_attention",
+    "kernel_registry",
+}
+TOP_LEVEL_MODULES = {"errors", "integrations", "modules", "ops", "settings", "types"}
 TYPES = {"MaskInfo", "get_debug_mode", "set_debug_mode"}
 OPS_SURFACE = {
     "AutotunePolicy",
@@ -213,6 +226,41 @@ def test_promised_names_are_there(module, names):
     assert [name for name in sorted(names) if not hasattr(found, name)] == []
 
 
+def test_the_package_lists_what_it_offers_and_nothing_else():
+    assert {*ejkernel.__all__} == {*dir(ejkernel)} == TOP_LEVEL | TOP_LEVEL_MODULES
+    with pytest.raises(AttributeError, match="module 'ejkernel' has no attribute 'flash'"):
+        ejkernel.flash  # noqa: B018
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_package_offers_every_operation(op):
+    assert getattr(ejkernel, op) is getattr(ejkernel.modules, op)
+
+
+def test_modules_are_attributes_of_the_package():
+    code = "import ejkernel; print(*(getattr(ejkernel, x).__name__ for x in {names}))"
+    code = code.format(names=sorted(TOP_LEVEL_MODULES))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [f"ejkernel.{name}" for name in sorted(TOP_LEVEL_MODULES)]
+
+
+def test_a_type_checker_sees_what_the_package_offers():
+    """The imports under TYPE_CHECKING name everything, each from where it is found at run time."""
+    tree = ast.parse(Path(ejkernel.__file__).read_text())
+    (block,) = (x for x in tree.body if isinstance(x, ast.If))
+    seen = {alias.asname: node.module for node in block.body for alias in node.names}
+    assert {*seen, "__version__"} == {*ejkernel.__all__}
+    for name, module in seen.items():
+        assert getattr(importlib.import_module(module), name) is getattr(ejkernel, name)
+
+
+def test_integrations_are_loaded_when_they_are_used():
+    assert dir(ejkernel.integrations) == ["equinox", "flax", "jax_nn"]
+    assert ejkernel.integrations.jax_nn.dot_product_attention is ejkernel.dot_product_attention
+    with pytest.raises(AttributeError, match="has no attribute 'haiku'"):
+        ejkernel.integrations.haiku  # noqa: B018
+
+
 def test_types_offer_nothing_else():
     assert _public(ejkernel.types) == TYPES
 
@@ -241,21 +289,66 @@ def test_the_class_of_an_operation_has_its_signature(op):
     assert kind.config is getattr(ejkernel.modules, f"{kind.__name__}Config")
 
 
+# What other libraries call an argument, what it is called here, and in which operations.
+_SOFTMAX = ("flash_attention", "scaled_dot_product_attention", "ring_attention")
+_SOFTMAX += ("blocksparse_attention",)
+_PAGED = ("page_attention", "ragged_page_attention_v2", "ragged_page_attention_v3")
+_LINEAR = ("gla_attention", "lightning_attention", "recurrent_attention")
+ELSEWHERE = [
+    ("is_causal", "causal", _SOFTMAX),
+    ("scale", "softmax_scale", (*_SOFTMAX, *_PAGED, *_LINEAR, "native_sparse_attention")),
+    ("sm_scale", "softmax_scale", (*_SOFTMAX, *_PAGED)),
+    ("mask", "attention_mask", (*_SOFTMAX, "mean_pooling")),
+    ("attn_mask", "attention_mask", (*_SOFTMAX, "mean_pooling")),
+    ("segment_ids", "mask_info", _SOFTMAX),
+    ("query_seq_lengths", "mask_info", _SOFTMAX),
+    ("attn_bias", "bias", _SOFTMAX),
+    ("window_size", "sliding_window", (*_SOFTMAX, *_PAGED, "native_sparse_attention")),
+    ("local_window_size", "sliding_window", (*_SOFTMAX, *_PAGED)),
+    ("softcap", "logits_soft_cap", (*_SOFTMAX, *_PAGED)),
+    ("attn_logits_soft_cap", "logits_soft_cap", (*_SOFTMAX, *_PAGED)),
+    ("dropout_p", "dropout_prob", _SOFTMAX[:2]),
+    ("dropout_rate", "dropout_prob", _SOFTMAX[:2]),
+    ("dropout_rng", "dropout_seed", _SOFTMAX[:2]),
+    ("cu_seqlens_q", "cum_seqlens_q", _SOFTMAX[:2]),
+    ("cu_seqlens_k", "cum_seqlens_k", _SOFTMAX[:2]),
+    ("cu_seqlens_q", "query_start_loc", ("ragged_page_attention_v2",)),
+    ("cu_seqlens_q", "cu_seqlens", (*_LINEAR, "mean_pooling", "native_sparse_attention")),
+    ("cum_seqlens_q", "cu_seqlens_q", ("ragged_page_attention_v3",)),
+    ("sinks", "softmax_aux", (*_SOFTMAX, *_PAGED)),
+    ("q", "query", (*_SOFTMAX, *_PAGED, *_LINEAR, "native_sparse_attention")),
+    ("k", "key", (*_SOFTMAX, *_LINEAR)),
+    ("v", "value", (*_SOFTMAX, *_LINEAR)),
+    ("k_pages", "key_pages", ("ragged_page_attention_v3", "ragged_page_attention_v3_update")),
+    ("k_pages", "key_cache", ("page_attention",)),
+    ("lengths", "context_lens", ("page_attention",)),
+    ("page_table", "block_tables", ("page_attention", "ragged_page_attention_v2")),
+    ("return_residual", "return_lse", (*_SOFTMAX[:2], *_PAGED)),
+    ("implementation", "platform", tuple(SIGNATURES)),
+    ("deterministic", "cfg", _SOFTMAX),
+    ("output_final_state", "return_state", _LINEAR[:2]),
+    ("lhs", "inputs", ("grouped_matmul",)),
+    ("softmax_scal", "softmax_scale", _SOFTMAX),  # misspelt
+]
+
+
 @pytest.mark.parametrize(
-    ("given", "nearest"),
-    [
-        ("is_causal", "causal"),
-        ("scale", "softmax_scale"),
-        ("mask", "attention_mask"),
-        ("segment_ids", "mask_info"),
-        ("softmax_scal", "softmax_scale"),
-    ],
+    ("op", "given", "nearest"),
+    [(op, given, nearest) for given, nearest, ops in ELSEWHERE for op in ops],
 )
-def test_an_unknown_argument_gets_the_nearest_name(given, nearest):
+def test_an_unknown_argument_gets_the_nearest_name(op, given, nearest):
     with pytest.raises(
-        TypeError, match=f"^flash_attention: unknown argument '{given}'; the nearest is '{nearest}'"
+        TypeError, match=f"^{op}: unknown argument '{given}'; the nearest is '{nearest}'"
     ):
-        ejkernel.modules.flash_attention(1, 1, 1, **{given: 1})
+        getattr(ejkernel.modules, op)(**{given: 1})
+
+
+@pytest.mark.parametrize("name", NAMES_ELSEWHERE)
+def test_names_of_other_libraries_lead_to_arguments_that_exist(name):
+    arguments = {op: set(inspect.signature(getattr(ejkernel.modules, op)).parameters) for op in OPS}
+    for here in NAMES_ELSEWHERE[name]:
+        lacking = [op for op in OPS if here in arguments[op] and name not in arguments[op]]
+        assert lacking, f"no operation has {here} and lacks {name}"
 
 
 def test_an_unknown_argument_that_resembles_none_gets_the_list():

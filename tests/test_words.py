@@ -89,7 +89,7 @@ def uses(path: str, text: str) -> list[Use]:
         text = text.partition("\n## [Unreleased]")[2].partition("\n## [")[0]
     for quoted in ALLOWED:
         if '"' in quoted:
-            text = text.replace(quoted, '""'.ljust(len(quoted)))  # still a string
+            text = text.replace(quoted, re.sub(r"\w", "_", quoted))  # still the same quotes
     # Most words are in no file at all: look closely only for those that are.
     lowered = f"{path} {text}".lower()
     entries = [

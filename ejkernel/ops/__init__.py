@@ -1,5 +1,6 @@
 """The framework: picks platform and configuration by measurement, caches and ships the result."""
 
+from ejkernel.ops.autotuning import autotune as autotune
 from ejkernel.ops.cache import ConfigCache as ConfigCache
 from ejkernel.ops.cache import overlay_cache as overlay_cache
 from ejkernel.ops.config import BwdParams as BwdParams
@@ -13,6 +14,7 @@ from ejkernel.ops.persistent import PersistentCache as PersistentCache
 from ejkernel.ops.platform import Backend as Backend
 from ejkernel.ops.platform import Platform as Platform
 from ejkernel.ops.platform import device_fingerprint as device_fingerprint
+from ejkernel.ops.platform import target_device as target_device
 from ejkernel.ops.policy import AutotunePolicy as AutotunePolicy
 from ejkernel.ops.policy import policy_override as policy_override
 from ejkernel.ops.recording import AutotuningResult as AutotuningResult

@@ -11,38 +11,29 @@ from jaxtyping import PyTree
 from ejkernel.ops import axes
 
 
-def over_batch(run: Callable[..., Any], *trees: object) -> Any:
-    """`run(*trees)`, with a vmap rule that needs nothing from the kernel underneath.
+def batched(
+    call: Callable[..., Any],
+    run: Callable[..., Any],
+    trees: tuple[PyTree, ...],
+    mapped: list[bool],
+    axis_size: int,
+) -> Any:
+    """`vmap` of `call` over the first axis of the leaves that are mapped; results have it first.
 
-    A call whose arrays have no letters, a user's own, is batched as JAX does it.
+    `run` computes the same as `call` and tells the shapes of its results.
     """
-    if not any(axes.of_leaves(trees)):
-        return run(*trees)
-    call = jax.custom_batching.custom_vmap(run)
-
-    @call.def_vmap
-    def rule(
-        axis_size: int, in_batched: PyTree[bool], *trees: PyTree
-    ) -> tuple[PyTree, PyTree[bool]]:
-        leaves, treedef = jax.tree.flatten(trees)
-        mapped = jax.tree.leaves(in_batched)
-        if _lifts(leaves, mapped, treedef) and _carries_batch(run, trees, axis_size):
-            out = call(*trees)
-            return out, jax.tree.map(lambda x: True, out)
-        folded, rows = _fold(leaves, mapped, treedef, axis_size)
-        if folded is None or not (
-            _carries_batch(run, folded, rows)
-            and _carries_batch(run, _one_call(leaves, mapped, treedef)[0], rows // axis_size)
-        ):
-            out = _one_by_one(call, leaves, mapped, treedef)
-        else:
-            out = jax.tree.map(
-                lambda x: x.reshape(axis_size, x.shape[0] // axis_size, *x.shape[1:]),
-                call(*folded),
-            )
-        return out, jax.tree.map(lambda x: True, out)
-
-    return call(*trees)
+    leaves, treedef = jax.tree.flatten(trees)
+    if _lifts(leaves, mapped, treedef) and _carries_batch(run, trees, axis_size):
+        return call(*trees)
+    folded, rows = _fold(leaves, mapped, treedef, axis_size)
+    if folded is None or not (
+        _carries_batch(run, folded, rows)
+        and _carries_batch(run, _one_call(leaves, mapped, treedef)[0], rows // axis_size)
+    ):
+        return _one_by_one(call, leaves, mapped, treedef)
+    return jax.tree.map(
+        lambda x: x.reshape(axis_size, x.shape[0] // axis_size, *x.shape[1:]), call(*folded)
+    )
 
 
 def _lifts(leaves: list[Any], mapped: list[bool], treedef: PyTreeDef) -> bool:

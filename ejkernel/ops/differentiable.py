@@ -1,51 +1,278 @@
-"""One `custom_vjp` for every op: any forward with any backward, each chosen on its own."""
+"""Derivatives of every op: any forward with any backward, forward mode, and second derivatives.
+
+With `J` the Jacobian of a call, an op has two passes of its own, `f` and `B`. The others follow
+from them, computed by XLA in forward mode, so that their memory grows as that of the passes:
+
+    f(x)           the value, with residuals for the backward pass where somebody needs them
+    B(x, c)        `J^T c`: the backward pass, of the platform that is best for it
+    T(x, v)        `J v`: the tangent pass, `f` in forward mode
+    H(x, v, c)     the derivative of `B(x, c)` along `v`: `B` in forward mode
+    Q(x, v, w)     the derivative of `T(x, v)` along `w`: `T` in forward mode
+
+Each is one equation of a program. Their rules close over each other:
+
+    jvp            of f: T;  of T: T + Q;  of B: B + H
+    transposes     of T in v: B;  of B in c: T
+                   of H in v: H, since a Hessian is symmetric; in c: Q;  of Q in v or w: H
+
+so that `jvp`, `grad`, `hessian`, `grad` of `grad` and `grad` of `jvp` never transpose a loop.
+Residuals belong to the call and have no derivative of their own: H and Q compute theirs anew.
+"""
 
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-from jax.typing import ArrayLike
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
-from ejkernel.ops import batching
-from ejkernel.ops.implementation import CallInputs
-from ejkernel.ops.meshes import varying_axes
+from ejkernel.ops import axes
+from ejkernel.ops.implementation import CallInputs, Op
+from ejkernel.ops.platform import Device
+from ejkernel.ops.primitive import Stage, at_leaves_of, bind, summed_over_devices
+
+
+class Passes(NamedTuple):
+    """The passes of a call as functions of arrays; a backward is chosen when it is needed."""
+
+    value: Callable[[CallInputs], PyTree]  # inputs -> outputs
+    forward: Callable[[CallInputs], tuple[PyTree, PyTree]]  # inputs -> outputs, residuals
+    # inputs, residuals, d_outputs -> d_inputs
+    backward: Callable[[CallInputs, PyTree, PyTree], PyTree]
 
 
 class Rule(NamedTuple):
-    """A call whose forward is chosen; its backward is chosen when somebody differentiates."""
+    """How a call of `op` is computed and differentiated.
 
-    value: Callable[[CallInputs], Any]  # inputs -> outputs
-    forward: Callable[[CallInputs], tuple[Any, Any]]  # inputs -> (outputs, residuals)
-    backward: Callable[
-        [CallInputs, PyTree, PyTree], PyTree
-    ]  # inputs, residuals, d_outputs -> d_inputs
+    Attributes:
+        passes: the passes of the call.
+        anew: those of a call of other shapes, or on another device than expected.
+        xla: the passes that forward mode differentiates; raises where there are none.
+        device: the device that `passes` were chosen for; None: they run anywhere.
+    """
+
+    op: Op
+    passes: Passes
+    anew: Callable[[Device | None], Passes]
+    xla: Callable[[], Passes]
+    device: Device | None = None
+
+    @classmethod
+    def of(cls, op: Op, passes: Passes) -> "Rule":
+        """A rule whose passes are XLA's, or stand for them."""
+        return cls(op, passes, lambda device: passes, lambda: passes)
+
+
+def apply(rule: Rule, inputs: CallInputs) -> PyTree:
+    """The outputs of the call."""
+    if not any(axes.of_leaves(inputs)):  # a user's kernel, which JAX batches and splits by itself
+        return _without_letters(rule.passes, inputs)
+    return bind(_value(rule), inputs)
+
+
+def _stage(rule: Rule, name: str, **rules: Any) -> Stage:
+    """A pass of the call; the choice is made anew for other shapes."""
+    return Stage(
+        op=rule.op,
+        run=getattr(rule.passes, name),
+        anew=lambda device: getattr(rule.anew(device), name),
+        device=rule.device,
+        **rules,
+    )
+
+
+def _by_xla(rule: Rule, run: Callable[..., PyTree], **rules: Any) -> Stage:
+    """A derivative of the passes of XLA."""
+    return Stage(op=rule.op, run=run, anew=lambda device: run, device=None, **rules)
+
+
+def _value(rule: Rule) -> Stage:
+    def jvp(trees: tuple[PyTree], tangents: tuple[PyTree]) -> tuple[PyTree, PyTree]:
+        outputs, residuals = _named(rule, bind(_forward(rule), *trees))
+        return outputs, _tangent_of(rule, *trees, residuals, *tangents, outputs)
+
+    return _stage(rule, "value", jvp=jvp)
+
+
+def _forward(rule: Rule) -> Stage:
+    def jvp(trees: tuple[PyTree], tangents: tuple[PyTree]) -> tuple[PyTree, PyTree]:
+        outputs, residuals = bind(_forward(rule), *trees)
+        d_outputs = _tangent_of(rule, *trees, residuals, *tangents, outputs)
+        return (outputs, residuals), (d_outputs, jax.tree.map(lambda x: None, residuals))
+
+    return _stage(rule, "forward", jvp=jvp)
+
+
+def _backward(rule: Rule) -> Stage:
+    def jvp(trees: tuple[PyTree, ...], tangents: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
+        inputs, residuals, cotangents = trees
+        d_inputs, _, d_cotangents = tangents
+        gradients = bind(_backward(rule), *trees)
+        parts = []
+        if _any(d_cotangents):
+            full = _filled(d_cotangents, cotangents)
+            parts.append(bind(_backward(rule), inputs, residuals, full, like=gradients))
+        if _any(d_inputs):
+            second = _second_backward(rule)
+            parts.append(bind(second, inputs, residuals, d_inputs, cotangents, like=gradients))
+        return gradients, _sum(parts)
+
+    def transpose(
+        inputs: CallInputs, residuals: PyTree, cotangents: PyTree, d_gradients: PyTree
+    ) -> PyTree:
+        outputs = jax.eval_shape(rule.passes.value, inputs)
+        return bind(_tangent(rule), inputs, residuals, d_gradients, like=_floats(outputs))
+
+    return _stage(rule, "backward", sums=True, jvp=jvp, transposes={2: transpose})
+
+
+def _tangent(rule: Rule) -> Stage:
+    def run(inputs: CallInputs, residuals: PyTree, d_inputs: PyTree) -> PyTree:
+        return _directional(lambda x: _floats(rule.xla().value(x)), inputs, d_inputs)
+
+    def jvp(trees: tuple[PyTree, ...], tangents: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
+        inputs, residuals, d_inputs = trees
+        along, _, dd_inputs = tangents
+        outputs = bind(_tangent(rule), *trees)
+        parts = []
+        if _any(dd_inputs):
+            parts.append(bind(_tangent(rule), inputs, residuals, dd_inputs, like=outputs))
+        if _any(along):
+            second = _second_tangent(rule)
+            parts.append(bind(second, inputs, residuals, d_inputs, along, like=outputs))
+        return outputs, _sum(parts)
+
+    def transpose(
+        inputs: CallInputs, residuals: PyTree, d_inputs: PyTree, cotangents: PyTree
+    ) -> PyTree:
+        return bind(_backward(rule), inputs, residuals, cotangents)
+
+    return _by_xla(rule, run, jvp=jvp, transposes={2: transpose})
+
+
+def _second_backward(rule: Rule) -> Stage:
+    def run(inputs: CallInputs, residuals: PyTree, d_inputs: PyTree, cotangents: PyTree) -> PyTree:
+        passes = rule.xla()
+        gradients = lambda x: passes.backward(x, passes.forward(x)[1], cotangents)
+        return _directional(gradients, inputs, d_inputs)
+
+    def of_tangent(
+        inputs: CallInputs, residuals: PyTree, d_inputs: PyTree, cotangents: PyTree, given: PyTree
+    ) -> PyTree:
+        return bind(_second_backward(rule), inputs, residuals, given, cotangents)
+
+    def of_cotangents(
+        inputs: CallInputs, residuals: PyTree, d_inputs: PyTree, cotangents: PyTree, given: PyTree
+    ) -> PyTree:
+        return bind(_second_tangent(rule), inputs, residuals, given, d_inputs)
+
+    jvp = functools.partial(_jvp_of, run)
+    transposes = {2: of_tangent, 3: of_cotangents}
+    return _by_xla(rule, run, sums=True, jvp=jvp, transposes=transposes)
+
+
+def _second_tangent(rule: Rule) -> Stage:
+    def run(inputs: CallInputs, residuals: PyTree, d_inputs: PyTree, along: PyTree) -> PyTree:
+        tangent = lambda x: _tangent(rule).run(x, residuals, d_inputs)
+        return _directional(tangent, inputs, along)
+
+    def of_first(
+        inputs: CallInputs, residuals: PyTree, d_inputs: PyTree, along: PyTree, given: PyTree
+    ) -> PyTree:
+        return bind(_second_backward(rule), inputs, residuals, along, given)
+
+    def of_second(
+        inputs: CallInputs, residuals: PyTree, d_inputs: PyTree, along: PyTree, given: PyTree
+    ) -> PyTree:
+        return bind(_second_backward(rule), inputs, residuals, d_inputs, given)
+
+    jvp = functools.partial(_jvp_of, run)
+    return _by_xla(rule, run, jvp=jvp, transposes={2: of_first, 3: of_second})
+
+
+def _tangent_of(
+    rule: Rule, inputs: CallInputs, residuals: PyTree, d_inputs: PyTree, outputs: PyTree
+) -> PyTree:
+    return bind(_tangent(rule), inputs, residuals, d_inputs, like=_floats(outputs))
+
+
+def _jvp_of(
+    run: Callable[..., PyTree], trees: tuple[PyTree, ...], tangents: tuple[PyTree, ...]
+) -> tuple[PyTree, PyTree]:
+    """A third derivative, as JAX finds it."""
+    return run(*trees), _directional(lambda given: run(*given), trees, tangents)
+
+
+def _directional(run: Callable[[PyTree], PyTree], tree: PyTree, d_tree: PyTree) -> PyTree:
+    """The derivative of `run` along `d_tree`, which has None where the direction is 0."""
+    leaves, structure = jax.tree.flatten(tree)
+    directions = at_leaves_of(tree, d_tree)
+    moving = [i for i, x in enumerate(directions) if x is not None]
+
+    def of_moving(given: list[Any]) -> PyTree:
+        merged = list(leaves)
+        for i, x in zip(moving, given, strict=True):
+            merged[i] = x
+        return run(jax.tree.unflatten(structure, merged))
+
+    primals, tangents = [leaves[i] for i in moving], [directions[i] for i in moving]
+    return jax.jvp(of_moving, (primals,), (tangents,))[1]
+
+
+def _floats(tree: PyTree) -> PyTree:
+    """Only what has a derivative; None in place of the rest."""
+    return jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else None, tree)
+
+
+def _any(tree: PyTree) -> bool:
+    return bool(jax.tree.leaves(tree))
+
+
+def _filled(tree: PyTree, like: PyTree) -> PyTree:
+    """`tree` with zeros in place of None."""
+    leaves, structure = jax.tree.flatten(like)
+    given = at_leaves_of(like, tree)
+    full = [jnp.zeros_like(x) if g is None else g for g, x in zip(given, leaves, strict=True)]
+    return jax.tree.unflatten(structure, full)
+
+
+def _sum(parts: list[PyTree]) -> PyTree:
+    return jax.tree.map(lambda *x: functools.reduce(jnp.add, x), *parts)
+
+
+def _named(rule: Rule, results: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+    """Outputs and residuals under the names that `jax.checkpoint` policies know them by."""
+    known: dict[int, Any] = {}
+
+    def named(path: KeyPath, x: jax.Array) -> jax.Array:
+        field = getattr(path[-1], "name", "residual")
+        if id(x) not in known:  # an output is often a residual too, and saved once
+            known[id(x)] = checkpoint_name(x, f"{rule.op.name}_{field}")
+        return known[id(x)]
+
+    return jax.tree_util.tree_map_with_path(named, results)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def apply(rule: Rule, inputs: CallInputs) -> Any:
-    """The value of the rule; under differentiation its forward and backward."""
-    return batching.over_batch(rule.value, inputs)
+def _without_letters(passes: Passes, inputs: CallInputs) -> PyTree:
+    return passes.value(inputs)
 
 
-def _forward(rule: Rule, inputs: CallInputs) -> tuple[PyTree, tuple[CallInputs, PyTree]]:
-    outputs, residuals = batching.over_batch(rule.forward, inputs)
+def _forward_without_letters(
+    passes: Passes, inputs: CallInputs
+) -> tuple[PyTree, tuple[CallInputs, PyTree]]:
+    outputs, residuals = passes.forward(inputs)
     return outputs, (inputs, residuals)
 
 
-def _backward(rule: Rule, saved: tuple[CallInputs, PyTree], d_outputs: PyTree) -> tuple[PyTree]:
-    inputs, residuals = saved
-    gradients = batching.over_batch(rule.backward, inputs, residuals, d_outputs)
-    return (jax.tree.map(_summed, gradients, inputs, is_leaf=lambda x: x is None),)
+def _backward_without_letters(
+    passes: Passes, saved: tuple[CallInputs, PyTree], d_outputs: PyTree
+) -> tuple[PyTree]:
+    gradients = passes.backward(*saved, d_outputs)
+    return (jax.tree.map(summed_over_devices, gradients, saved[0], is_leaf=lambda x: x is None),)
 
 
-def _summed(gradient: ArrayLike | None, primal: PyTree) -> ArrayLike | None:
-    """The gradient of an array that devices share is the sum of what each of them finds."""
-    if gradient is None:
-        return None
-    shared = varying_axes(gradient) - varying_axes(primal)
-    return jax.lax.psum(gradient, tuple(sorted(shared))) if shared else gradient
-
-
-apply.defvjp(_forward, _backward)
+_without_letters.defvjp(_forward_without_letters, _backward_without_letters)

@@ -11,13 +11,17 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
-from ejkernel.ops import differentiable, recording, sharded
+from ejkernel.errors import UnsupportedError
+from ejkernel.ops import differentiable, recording, sharded, symbolic
 from ejkernel.ops.cache import ConfigCache
+from ejkernel.ops.config import Config
 from ejkernel.ops.implementation import CallInputs, CallSpec, Choice, Op
 from ejkernel.ops.invocation import Invocation
 from ejkernel.ops.kernel import Kernel
+from ejkernel.ops.meshes import surrounding_mesh
 from ejkernel.ops.persistent import PersistentCache
 from ejkernel.ops.platform import Device, Platform, device_of
+from ejkernel.ops.policy import policy_override
 from ejkernel.ops.selection import ConfigSelectorChain, check_config
 
 P = ParamSpec("P")
@@ -83,6 +87,7 @@ class Executor:
         """The outputs of `op`; the one path every call takes."""
         check_config(op, request.cfg)
         leaves, treedef = jax.tree.flatten(inputs)
+        request = _with_mesh(op, leaves, request)
         device = device_of(leaves)
         key = (
             op,
@@ -159,7 +164,9 @@ class Executor:
         _check_platform(op, request.platform)
         treedef = jax.tree.structure(inputs)
         mesh = request.mesh
-        if mesh is None:
+        if symbolic.has_symbolic_sizes(jax.tree.leaves(inputs)):
+            run = functools.partial(self._symbolic, op, spec, request, device)
+        elif mesh is None:
             # Chosen out here, where integer arrays may still be concrete and errors are short.
             choice = self._choose(Invocation(op, inputs, spec, device, request.platform), request)
             run = functools.partial(self._apply, op, spec, request, device, choice)
@@ -184,25 +191,86 @@ class Executor:
         choice: Choice | None,
         inputs: CallInputs,
     ) -> Any:
-        forward = choice or self._choose(
+        if op.differentiable_by_jax:
+            return self._passes(op, spec, request, device, choice).value(inputs)
+        choice = choice or self._choose(
             Invocation(op, inputs, spec, device, request.platform), request
         )
-        implementation = forward.source.load()
+        rule = differentiable.Rule(
+            op=op,
+            passes=self._passes(op, spec, request, device, choice),
+            anew=functools.partial(self._anew, op, spec, request, device),
+            xla=functools.partial(self._xla_passes, op, spec, request, device),
+            device=None if _wanted_platform(request) == Platform.XLA else device,
+        )
+        return differentiable.apply(rule, inputs)
+
+    def _symbolic(
+        self, op: Op, spec: CallSpec, request: Request, device: Device, inputs: CallInputs
+    ) -> Any:
+        if request.mesh is not None:
+            raise UnsupportedError(f"{op.name}: symbolic sizes cannot be split over a mesh.")
+        platform = _wanted_platform(request)
+        request = dataclasses.replace(request, platform=Platform.XLA.value)
+        by_xla = functools.partial(self._apply, op, spec, request, device, None)
+        return symbolic.run(op, inputs, spec, platform, by_xla)
+
+    def _passes(
+        self, op: Op, spec: CallSpec, request: Request, device: Device, choice: Choice | None
+    ) -> differentiable.Passes:
+        """The passes of a call by this choice, or by one that is made when its arrays are known."""
+
+        def chosen(inputs: CallInputs) -> Choice:
+            call = Invocation(op, inputs, spec, device, request.platform)
+            return choice or self._choose(call, request)
 
         def value(inputs: CallInputs) -> PyTree:
+            forward = chosen(inputs)
             return forward.run(inputs, spec, forward.params, device=device)[0]
 
         def with_residuals(inputs: CallInputs) -> tuple[PyTree, PyTree]:
+            forward = chosen(inputs)
+            implementation = forward.source.load()
             return implementation.run_with_residuals(inputs, spec, forward.params, device=device)
 
-        if op.differentiable_by_jax:
-            return value(inputs)
-
         def backward(inputs: CallInputs, saved: PyTree, d_outputs: PyTree) -> PyTree:
-            chosen = self._backward(op, inputs, spec, saved, d_outputs, request, device, forward)
-            return chosen.run(inputs, saved, d_outputs, spec, chosen.params, device=device)
+            forward = choice or (chosen(inputs) if op.backward_follows_forward else None)
+            last = self._backward(op, inputs, spec, saved, d_outputs, request, device, forward)
+            return last.run(inputs, saved, d_outputs, spec, last.params, device=device)
 
-        return differentiable.apply(differentiable.Rule(value, with_residuals, backward), inputs)
+        return differentiable.Passes(value, with_residuals, backward)
+
+    def _anew(
+        self, op: Op, spec: CallSpec, request: Request, expected: Device, device: Device | None
+    ) -> differentiable.Passes:
+        """The passes of a call of other shapes, or on another device than expected.
+
+        JAX calls for them while it lowers and compiles a program, so nothing is measured.
+        """
+        passes = self._passes(op, spec, request, device or expected, None)
+
+        def without_measuring(run: Callable[..., PyTree]) -> Callable[..., PyTree]:
+            @functools.wraps(run)
+            def guessing(*trees: PyTree) -> PyTree:
+                with policy_override(self.chooser, allow_autotune=False):
+                    return run(*trees)
+
+            return guessing
+
+        return differentiable.Passes(*map(without_measuring, passes))
+
+    def _xla_passes(
+        self, op: Op, spec: CallSpec, request: Request, device: Device
+    ) -> differentiable.Passes:
+        """The passes that forward mode differentiates."""
+        platform = _wanted_platform(request)
+        if platform not in (None, "auto", Platform.XLA):
+            raise UnsupportedError(
+                f"{op.name}: platform={platform!r} has no forward-mode derivative (jvp, jacfwd, "
+                "hessian); platform='auto' and platform='xla' have."
+            )
+        request = dataclasses.replace(request, platform=Platform.XLA.value)
+        return self._passes(op, spec, request, device, None)
 
     def _backward(
         self,
@@ -213,9 +281,9 @@ class Executor:
         d_outputs: PyTree,
         request: Request,
         device: Device,
-        forward: Choice,
+        forward: Choice | None,
     ) -> Choice:
-        if op.backward_follows_forward:
+        if forward is not None and op.backward_follows_forward:
             run = forward.source.load().backward
             if run is None:
                 raise NotImplementedError(f"{op.name}: this implementation has no backward pass.")
@@ -241,6 +309,30 @@ class Executor:
             out_specs=request.out_specs,
             check_vma=False,
         )(*args)
+
+
+def _with_mesh(op: Op, leaves: list[Any], request: Request) -> Request:
+    """The request with the mesh of the context, or with the mesh and specs of the types."""
+    if request.mesh is not None:
+        return request
+    if request.in_specs is None and request.out_specs is None:
+        if (found := sharded.from_types(leaves)) is None:
+            return request
+        return dataclasses.replace(request, mesh=found[0], in_specs=found[1])
+    mesh = surrounding_mesh()
+    if mesh is None:
+        raise ValueError(
+            f"{op.name}: in_specs= and out_specs= need a mesh: mesh=, or jax.set_mesh around the "
+            "call."
+        )
+    return dataclasses.replace(request, mesh=mesh)
+
+
+def _wanted_platform(request: Request) -> str | None:
+    """The platform that the caller named, by `platform=` or in `cfg`."""
+    if request.platform in (None, "auto") and isinstance(request.cfg, Config):
+        return request.cfg.platform
+    return request.platform
 
 
 def _check_platform(op: Op, platform: str | None) -> None:

@@ -31,6 +31,14 @@ def _no_parameters(inputs: CallInputs, spec: CallSpec, device: Device) -> None:
     return None
 
 
+def _all_splittable(inputs: CallInputs) -> frozenset[str]:
+    return frozenset()
+
+
+def _same_inputs(inputs: CallInputs, starts: Mapping[str, Any]) -> CallInputs:
+    return inputs
+
+
 def _yields_to_none(inputs: CallInputs, spec: CallSpec, device: Device) -> frozenset[Platform]:
     return frozenset()
 
@@ -170,9 +178,14 @@ class Op:
         backward_follows_forward: whether the backward pass runs on the platform and with the
             parameters of the forward pass, instead of a choice of its own.
         shardable: letters of the axes that a mesh may split.
+        unsplittable: `unsplittable(inputs)` gives those of them that this call cannot split.
+        share: `share(inputs, starts)` gives the inputs of one device, which knows by letter the
+            index at which its share begins.
         contracted: those of them that no output has: the results of the shards are summed.
         replicated: fields of `Inputs` that a mesh splits along batch and heads only.
         bucketed: letters of the axes whose exact size does not matter for tuning.
+        later_inputs: fields of `Inputs` younger than tuned tables that exist: where such a field
+            is None, keys are those of calls that did not have it.
         rarely_used_outputs: outputs that most callers drop; backward passes are tuned as if their
             gradient were 0.
         grouped_axes: `{"k": "n"}` where each key head belongs to a group of query heads (GQA).
@@ -193,9 +206,12 @@ class Op:
     differentiable_by_jax: bool = False
     backward_follows_forward: bool = False
     shardable: frozenset[str] = frozenset()
+    unsplittable: Callable[[Any], frozenset[str]] = _all_splittable
+    share: Callable[[Any, Mapping[str, Any]], Any] = _same_inputs
     contracted: frozenset[str] = frozenset()
     replicated: frozenset[str] = frozenset()
     bucketed: frozenset[str] = frozenset()
+    later_inputs: frozenset[str] = frozenset()
     rarely_used_outputs: frozenset[str] = frozenset()
     grouped_axes: Mapping[str, str] = dataclasses.field(default_factory=dict)
     operands: tuple[str, ...] = ()

@@ -80,11 +80,16 @@ class Invocation:
         ]
         structure = [
             value.describe() if isinstance(value, Described) else value is not None
-            for value in self.inputs
+            for name, value in zip(self._names(), self.inputs, strict=True)
+            if value is not None or name not in self.op.later_inputs
         ]
         spec = self.spec.describe() if isinstance(self.spec, Described) else self.spec
         deterministic = ["deterministic"] if settings.deterministic() else []
         return keys.short_hash([arrays, structure, spec, self.platform or "auto", *deterministic])
+
+    def _names(self) -> tuple[str, ...]:
+        """The names of the inputs; of a user's kernel their numbers."""
+        return getattr(self.inputs, "_fields", tuple(map(str, range(len(self.inputs)))))
 
     def _sizes(self, shape: tuple[int, ...], letters: tuple[str, ...] | None) -> list[int]:
         """Shape with the sizes that do not matter for tuning rounded up to a power of two."""

@@ -3,6 +3,7 @@
 from collections.abc import Hashable
 
 import jax
+from jax.core import AbstractValue
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import ArrayLike, DTypeLike
 
@@ -24,9 +25,10 @@ def bound_axis_size(name: Hashable) -> int | None:
         return None
 
 
-def varying_axes(x: ArrayLike) -> frozenset[str]:
-    """The mapped mesh axes over which an array differs from device to device."""
-    return getattr(getattr(jax.typeof(x), "manual_axis_type", None), "varying", frozenset())
+def varying_axes(x: ArrayLike | AbstractValue) -> frozenset[str]:
+    """The mapped mesh axes over which an array, or its type, differs from device to device."""
+    kind = x if isinstance(x, AbstractValue) else jax.typeof(x)
+    return getattr(getattr(kind, "manual_axis_type", None), "varying", frozenset())
 
 
 def result_shape(

@@ -10,15 +10,59 @@ from ejkernel.ops.config import Config
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# What other libraries call an argument, where the nearest spelling would not find it.
-_NAMES_ELSEWHERE = {
-    "is_causal": "causal",
-    "mask": "attention_mask",
-    "scale": "softmax_scale",
-    "segment_ids": "mask_info",
-    "sm_scale": "softmax_scale",
-    "softcap": "logits_soft_cap",
-    "window_size": "sliding_window",
+# What other libraries (jax.nn, tokamax, splash, FlashAttention, cuDNN, flash-linear-attention) call
+# an argument, where the nearest spelling would not find it: the first that an operation has.
+NAMES_ELSEWHERE = {
+    "attn_bias": ("bias",),
+    "attn_logits_soft_cap": ("logits_soft_cap",),
+    "attn_mask": ("attention_mask",),
+    "backend": ("platform",),
+    "block_table": ("block_tables", "page_indices"),
+    "config": ("cfg",),
+    "cu_q_lens": ("cu_seqlens_q", "query_start_loc"),
+    "cu_seqlens": ("cum_seqlens_q", "cu_seqlens_q"),
+    "cu_seqlens_k": ("cum_seqlens_k", "cu_seqlens"),
+    "cu_seqlens_kv": ("cum_seqlens_k", "cu_seqlens_k", "cu_seqlens"),
+    "cu_seqlens_q": ("cum_seqlens_q", "query_start_loc", "cu_seqlens"),
+    "deterministic": ("cfg",),
+    "dropout_p": ("dropout_prob",),
+    "dropout_rate": ("dropout_prob",),
+    "dropout_rng": ("dropout_seed",),
+    "g": ("gate",),
+    "implementation": ("platform",),
+    "is_causal": ("causal",),
+    "k": ("key",),
+    "k_cache": ("key_cache", "key_pages"),
+    "k_pages": ("key_pages", "key_cache"),
+    "key_value_seq_lengths": ("mask_info",),
+    "kv_seqlen": ("mask_info",),
+    "lengths": ("context_lens",),
+    "lhs": ("inputs",),
+    "local_window_size": ("sliding_window",),
+    "mask": ("attention_mask",),
+    "output_final_state": ("return_state",),
+    "page_table": ("block_tables", "page_indices"),
+    "q": ("query",),
+    "q_seqlen": ("mask_info",),
+    "query_seq_lengths": ("mask_info",),
+    "return_attn_probs": ("return_lse",),
+    "return_residual": ("return_lse",),
+    "return_residuals": ("return_lse",),
+    "rhs": ("weights",),
+    "rng": ("dropout_seed",),
+    "save_residuals": ("return_lse",),
+    "scale": ("softmax_scale",),
+    "seed": ("dropout_seed",),
+    "segment_ids": ("mask_info",),
+    "seq_lens": ("context_lens",),
+    "sinks": ("softmax_aux",),
+    "sm_scale": ("softmax_scale",),
+    "soft_cap": ("logits_soft_cap",),
+    "softcap": ("logits_soft_cap",),
+    "v": ("value",),
+    "v_cache": ("value_cache", "value_pages"),
+    "v_pages": ("value_pages", "value_cache"),
+    "window_size": ("sliding_window",),
 }
 
 
@@ -40,7 +84,7 @@ def operation(function: Function) -> Function:
 
 
 def _unknown_argument(function: str, name: str, names: list[str]) -> str:
-    nearest = [x for x in (_NAMES_ELSEWHERE.get(name),) if x in names]
+    nearest = [x for x in NAMES_ELSEWHERE.get(name, ()) if x in names]
     nearest += difflib.get_close_matches(name, names, n=1)
     hint = f"the nearest is {nearest[0]!r}" if nearest else f"it has {', '.join(names)}"
     return f"{function}: unknown argument {name!r}; {hint}."

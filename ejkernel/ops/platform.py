@@ -1,9 +1,11 @@
 """Platforms (how a kernel is written), backends (where it runs), and the device of a call."""
 
+import contextlib
+import contextvars
 import enum
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -86,12 +88,37 @@ _GPUS = {
 _H100_PCIE = _Gpu((9, 0), 114, 232_448)
 
 
+_TARGET: contextvars.ContextVar[Device | None] = contextvars.ContextVar("target", default=None)
+
+
+@contextlib.contextmanager
+def target_device(kind: str, cores: int | None = None) -> Iterator[None]:
+    """Choose implementations for a device that this machine need not have, for a block.
+
+    For programs that are exported, or lowered for another machine.
+
+    Args:
+        kind: the name of the device, as `jax.Device.device_kind` has it.
+        cores: the number of its multiprocessors, for a GPU whose name is not known.
+
+    >>> from ejkernel.ops import target_device
+    >>> with target_device("TPU v5e"):
+    ...     pass
+    """
+    token = _TARGET.set(_describe_abstract(kind, None, cores))
+    try:
+        yield
+    finally:
+        _TARGET.reset(token)
+
+
 def device_of(leaves: Iterable[object]) -> Device:
     """The device that a call on these arrays will run on.
 
-    That of the concrete arrays; under a trace that of the mesh the traced ones belong to, which may
-    be a machine that is not present; else the default device. A concrete array among traced ones is
-    a constant of the program and goes wherever the program goes: a known mesh comes first.
+    That of the concrete arrays; under a trace that of the mesh the traced ones belong to or of
+    `target_device`, which may be a machine that is not present; else the default device. A concrete
+    array among traced ones is a constant of the program and goes wherever the program goes: a known
+    mesh comes first.
     """
     concrete = None
     traced = False
@@ -104,10 +131,12 @@ def device_of(leaves: Iterable[object]) -> Device:
         elif concrete is None and isinstance(leaf, jax.Array):
             concrete = leaf
     if concrete is not None and not traced:
-        return _describe(next(iter(concrete.devices())))
+        return describe(next(iter(concrete.devices())))
+    if device := _TARGET.get():
+        return device
     if device := _mesh_device(jax.sharding.get_abstract_mesh()):
         return device
-    return _describe(_default_device() if concrete is None else next(iter(concrete.devices())))
+    return describe(_default_device() if concrete is None else next(iter(concrete.devices())))
 
 
 def _unwrapped(leaf: object) -> object:
@@ -129,7 +158,7 @@ def device_fingerprint() -> str:
 
     >>> kind, version = device_fingerprint().split("|")
     """
-    return _describe(_default_device()).fingerprint
+    return describe(_default_device()).fingerprint
 
 
 def get_device_platform() -> str:
@@ -138,7 +167,7 @@ def get_device_platform() -> str:
     >>> get_device_platform() in ("cpu", "gpu", "tpu", "unknown")
     True
     """
-    return _describe(_default_device()).platform
+    return describe(_default_device()).platform
 
 
 def _default_device() -> jax.Device:
@@ -156,14 +185,22 @@ def _mesh_device(mesh: object) -> Device | None:
     return _describe_abstract(abstract.device_kind, platform, abstract.num_cores)
 
 
+def backend_of(platform: str) -> str:
+    """`"cpu"`, `"gpu"`, `"tpu"` or `"unknown"`, from JAX's name of a platform."""
+    return _PLATFORMS.get(platform, "unknown")
+
+
 @functools.cache
-def _describe(device: _JaxDevice) -> Device:
+def describe(device: _JaxDevice) -> Device:
+    """A device of this machine, or of a topology that programs are compiled for."""
+    if getattr(device, "client", None) is None:
+        return _describe_abstract(device.device_kind, device.platform, None)
     kind = device.device_kind
     capability = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
     version = " ".join(str(device.client.platform_version).split())
     known = _known_gpu(kind)
     return Device(
-        platform=_PLATFORMS.get(device.platform, "unknown"),
+        platform=backend_of(device.platform),
         kind=kind,
         compute_capability=(int(capability[1]), int(capability[2])) if capability else None,
         fingerprint=f"{kind}|{version}",
@@ -185,10 +222,10 @@ def _describe_abstract(kind: str, platform: str | None, cores: int | None) -> De
         here = []
     for device in here:
         if device.device_kind == kind:
-            return _describe(device)
+            return describe(device)
     known = _known_gpu(kind)
     return Device(
-        platform=_PLATFORMS.get(platform, "unknown"),
+        platform=backend_of(platform),
         kind=kind,
         compute_capability=known and known.compute_capability,
         fingerprint=f"{kind}|absent",

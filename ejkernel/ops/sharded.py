@@ -1,18 +1,49 @@
-"""One `shard_map` for every op: a few specs given, the rest derived from the axis letters."""
+"""One `shard_map` for every op: a few specs given, the rest derived from the axis letters.
+
+The specs are those of the call, or, for arrays whose types say how they are split (axes of type
+`AxisType.Explicit`), those of the types.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ejkernel.ops import axes
 from ejkernel.ops.implementation import CallInputs, Op
+from ejkernel.ops.picked import Picked, picked_heads
 
 Axes = tuple[str, ...]  # the mesh axes that split one dimension
 Letters = tuple[str, ...] | None  # of the dimensions of one array
+Parts = dict[int, Picked]  # by axis, what a device uses of an array that it has whole
+
+
+class TypeSpecs(NamedTuple):
+    """The specs that the types of all arrays of a call have, in the order of its leaves."""
+
+    specs: tuple[PartitionSpec, ...]
+
+
+def from_types(leaves: list[Any]) -> tuple[Mesh | AbstractMesh, TypeSpecs] | None:
+    """The mesh and the specs of the types of these arrays; None if no type says how it is split."""
+    shardings = [getattr(getattr(x, "aval", None), "sharding", None) for x in leaves]
+    if all(x is None or x.mesh.empty for x in shardings):  # as a rule
+        return None
+    mesh: Mesh | AbstractMesh | None = None
+    specs: list[PartitionSpec] = []
+    for x, sharding in zip(leaves, shardings, strict=True):
+        if sharding is None or not any(entry is not None for entry in sharding.spec):
+            specs.append(PartitionSpec())
+            continue
+        specs.append(sharding.spec)
+        if mesh is None:
+            # A concrete array knows its devices, a traced one the mesh of its context.
+            own = getattr(x, "sharding", None)
+            mesh = own.mesh if isinstance(own, NamedSharding) else sharding.mesh
+    return None if mesh is None else (mesh, TypeSpecs(tuple(specs)))
 
 
 def shard(
@@ -29,24 +60,89 @@ def shard(
             f"{op.name}: mesh= needs in_specs=, one PartitionSpec for each of "
             f"{', '.join(op.operands[:3])}."
         )
-    bound = _bind(op, inputs, mesh, in_specs)
+    if isinstance(in_specs, TypeSpecs):
+        bound = _bind_types(op, inputs, in_specs)
+    else:
+        bound = _bind(op, inputs, mesh, in_specs)
     few = _few(op, inputs)
-    inputs, bound = _regroup(op, inputs, mesh, bound)
+    inputs, bound, picked = _regroup(op, inputs, mesh, bound)
     leaves, treedef = jax.tree.flatten(inputs)
     letters = _letters(op, inputs)
     _check_sizes(op, leaves, letters, mesh, bound)
     specs = [_spec(letter, bound, x.shape) for x, letter in zip(leaves, letters, strict=True)]
+    parts: list[Parts] = [_parts(letter, picked) for letter in letters]
+    if isinstance(in_specs, TypeSpecs):
+        for i, (x, own) in enumerate(zip(leaves, in_specs.specs, strict=True)):
+            specs[i], more = _where_whole(x, specs[i], own, mesh)
+            parts[i] |= more
     results = axes.of_fields(op.outputs, batched=any(map(axes.leads, letters)))
     derived = op.outputs(*(_spec(letter, bound) for letter in results))
     _check_out_specs(op, out_specs, derived)
+    local = _summed(op, run, bound, results)
+    sizes = _sizes(inputs)
+
+    def of_parts(inputs: CallInputs) -> Any:
+        own = [_taken(x, part) for x, part in zip(jax.tree.leaves(inputs), parts, strict=True)]
+        starts = {
+            letter: jax.lax.axis_index(over) * (sizes[letter] // _size(mesh, over))
+            for letter, over in bound.items()
+            if over and letter in sizes
+        }
+        outputs = local(op.share(jax.tree.unflatten(treedef, own), starts))
+        return op.outputs(
+            *(_put_back(x, letter, picked, few) for x, letter in zip(outputs, results, strict=True))
+        )
+
     outputs = jax.shard_map(
-        _summed(op, run, bound, results),
+        of_parts,
         mesh=mesh,
         in_specs=(jax.tree.unflatten(treedef, specs),),
         out_specs=derived,
+        axis_names=_manual_axes(mesh, in_specs),
         check_vma=False,  # a kernel's outputs carry no replication types
     )(inputs)
     return op.outputs(*(_once(x, letter, few) for x, letter in zip(outputs, results, strict=True)))
+
+
+def _manual_axes(mesh: Mesh | AbstractMesh, in_specs: object) -> set[str]:
+    """The mesh axes to map over: all, or those that the types of arrays speak of."""
+    if not isinstance(in_specs, TypeSpecs):
+        return set(mesh.axis_names)
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {name for name, kind in kinds if kind == AxisType.Explicit}
+
+
+def _parts(letters: Letters, picked: Mapping[str, Picked]) -> Parts:
+    """By axis, the part of an array that a device takes for itself."""
+    return {i: picked[letter] for i, letter in enumerate(letters or ()) if letter in picked}
+
+
+def _where_whole(
+    x: jax.Array, spec: PartitionSpec, own: PartitionSpec, mesh: Mesh | AbstractMesh
+) -> tuple[PartitionSpec, Parts]:
+    """The spec with None where the type has the axis whole, and what a device takes of it."""
+    entries, parts = list(spec), dict[int, Picked]()
+    for axis, entry in enumerate(spec):
+        if entry is not None and (axis >= len(own) or own[axis] is None):
+            over = _mesh_axes(entry)
+            parts[axis] = Picked(over, x.shape[axis] // _size(mesh, over))
+            entries[axis] = None
+    return PartitionSpec(*entries), parts
+
+
+def _taken(x: jax.Array, parts: Parts) -> jax.Array:
+    for axis, part in parts.items():
+        x = part.take(x, axis)
+    return x
+
+
+def _put_back(
+    x: jax.Array, letters: Letters, picked: Mapping[str, Picked], few: Mapping[str, int]
+) -> jax.Array:
+    for axis, letter in enumerate(letters or ()):
+        if letter in picked:
+            x = picked[letter].put_back(x, axis, few[letter], sums=False)
+    return x
 
 
 def _letters(op: Op, inputs: CallInputs) -> list[Letters]:
@@ -127,6 +223,37 @@ def _bind(
     return bound
 
 
+def _bind_types(op: Op, inputs: CallInputs, given: TypeSpecs) -> dict[str, Axes]:
+    """Which mesh axes split each letter, from the types; an array that is whole says nothing."""
+    bound: dict[str, Axes] = {}
+    said_by: dict[str, str] = {}
+    shardable = op.shardable - op.unsplittable(inputs)
+    paths, _ = jax.tree_util.tree_flatten_with_path(inputs)
+    every = zip(paths, axes.of_leaves(inputs), given.specs, strict=True)
+    for (path, x), letters, spec in every:
+        name = str(getattr(path[0], "name", path[0]))
+        entries = [_mesh_axes(entry) for entry in spec]
+        for axis, over in enumerate(entries):
+            letter = letters[axis].removeprefix("#") if letters else ""
+            if not over or (letters and letters[axis].startswith("#") and x.shape[axis] == 1):
+                continue
+            if letter not in shardable:
+                raise ValueError(
+                    f"{op.name}: {name} cannot be split along {letter or f'axis {axis}'!r} over "
+                    f"mesh axis {'/'.join(over)}{op.sharding_hints.get(letter, '')}."
+                )
+            if bound.setdefault(letter, over) != over:
+                raise ValueError(
+                    f"{op.name}: {said_by[letter]} and {name} are split along {letter!r} "
+                    f"differently, over {bound[letter]} and {over}."
+                )
+            said_by.setdefault(letter, name)
+    for few, many in op.grouped_axes.items():  # whole queries with split keys: split both
+        if few in bound and many not in bound:
+            bound[many] = bound[few]
+    return bound
+
+
 def _mesh_axes(entry: str | Iterable[str] | None) -> Axes:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
@@ -146,9 +273,13 @@ def _size(mesh: Mesh | AbstractMesh, over: Axes) -> int:
 
 def _regroup(
     op: Op, inputs: CallInputs, mesh: Mesh | AbstractMesh, bound: Mapping[str, Axes]
-) -> tuple[CallInputs, dict[str, Axes]]:
-    """Split key heads as their query heads, repeated where there are too few of them."""
-    bound = dict(bound)
+) -> tuple[CallInputs, dict[str, Axes], dict[str, Picked]]:
+    """Key heads split as their query heads; where there are too few, each device takes its own.
+
+    If a device's query heads do not belong to whole key heads, the key heads are repeated.
+    """
+    bound, picked = dict(bound), dict[str, Picked]()
+    sizes = _sizes(inputs)
     for few, many in op.grouped_axes.items():
         over = bound.get(many, ())
         if bound.get(few, ()) not in ((), over):
@@ -156,8 +287,12 @@ def _regroup(
                 f"{op.name}: axis {few!r} must be split as {many!r}, over {over or None}, "
                 f"got {bound[few]}."
             )
-        bound[few] = over
         shards = _size(mesh, over)
+        too_few = sizes[few] % shards and sizes[many] % shards == 0
+        if too_few and (part := picked_heads(sizes[few], sizes[many], shards, over)):
+            bound[few], picked[few] = (), part
+            continue
+        bound[few] = over
 
         def repeat(
             x: jax.Array, letter: Letters, few: str = few, shards: int = shards
@@ -171,16 +306,20 @@ def _regroup(
         leaves, treedef = jax.tree.flatten(inputs)
         repeated = map(repeat, leaves, axes.of_leaves(inputs))
         inputs = jax.tree.unflatten(treedef, list(repeated))
-    return inputs, bound
+    return inputs, bound, picked
 
 
 def _few(op: Op, inputs: CallInputs) -> dict[str, int]:
     """How many key heads there are before any is repeated."""
+    return {letter: size for letter, size in _sizes(inputs).items() if letter in op.grouped_axes}
+
+
+def _sizes(inputs: CallInputs) -> dict[str, int]:
+    """The size of each letter."""
     return {
-        name: size
+        letter: size
         for x, letters in zip(jax.tree.leaves(inputs), axes.of_leaves(inputs), strict=True)
-        for size, name in zip(x.shape, letters or (), strict=False)
-        if name in op.grouped_axes
+        for size, letter in zip(x.shape, letters or (), strict=False)
     }
 
 

@@ -13,6 +13,13 @@ from jax.typing import ArrayLike
 # What `jax.numpy.asarray` takes: an array, a number, or nested lists of them.
 ArrayValues = ArrayLike | Sequence[Any]
 
+# A window as callers give it: one number for both sides, or a pair (left, right). Each may be
+# traced; a pair may also be one array of two integers.
+SlidingWindow = ArrayLike | tuple[ArrayLike, ArrayLike] | list[Any]
+
+# No window is wider than this, and sums with an index do not overflow int32.
+_WIDEST = 2**30
+
 
 def concrete(value: object) -> bool:
     """Whether no part of `value` is being traced."""
@@ -41,13 +48,67 @@ def static_integer(where: str, value: ArrayValues, least: int) -> int:
     return number
 
 
-def window_pair(where: str, window: ArrayValues) -> tuple[int, int]:
-    """A window as (left, right); one number stands for both sides."""
-    sides = window if isinstance(window, tuple | list) else (window, window)
-    if len(sides) != 2:
-        raise ValueError(f"{where} must be an integer or a pair (left, right), got {window!r}.")
-    left, right = (static_integer(where, side, 0) for side in sides)
-    return left, right
+def int_or_traced(value: object) -> int | jax.Array | None:
+    """One integer: an int where it is known, an int32 array of rank 0 where it is traced.
+
+    None for whatever is not one integer. An array that other processes hold counts as traced.
+    """
+    if isinstance(value, jax.Array) and not (concrete(value) and value.is_fully_addressable):
+        if value.ndim or not jnp.issubdtype(value.dtype, jnp.integer):
+            return None
+        if value.dtype.itemsize >= 4:
+            value = jnp.minimum(value, jnp.asarray(_WIDEST, value.dtype))
+        return value.astype(jnp.int32)
+    try:
+        return operator.index(value)  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        return None
+
+
+def window_pair(where: str, window: object) -> tuple[int | jax.Array, int | jax.Array]:
+    """A window as (left, right); one number stands for both sides.
+
+    Args:
+        where: how errors begin.
+        window: what the caller gave, a `SlidingWindow`.
+
+    Returns:
+        Static ints for what is known, int32 arrays of rank 0 for what is traced.
+
+    Raises:
+        ValueError: if it is neither an integer nor a pair of them, or is known to be negative.
+    """
+    given: Any = window
+    if isinstance(given, np.ndarray | jax.Array) and given.shape == (2,):
+        sides = [given[0], given[1]]
+    else:
+        sides = list(given) if isinstance(given, tuple | list) else [given, given]
+    numbers = [int_or_traced(side) for side in sides]
+    if len(numbers) != 2 or numbers[0] is None or numbers[1] is None:
+        raise ValueError(f"{where} must be an int or a pair (left, right) of ints, got {window!r}.")
+    if any(isinstance(side, int) and side < 0 for side in numbers):
+        raise ValueError(f"{where} must not be negative, got {window!r}.")
+    return numbers[0], numbers[1]
+
+
+def boolean(where: str, mask: ArrayValues, otherwise: str = "") -> jax.Array:
+    """A mask of booleans or integers as booleans, True where it is not 0.
+
+    Args:
+        where: how the error begins.
+        mask: the mask; numbers that are added to logits, 0 and -inf, are easily taken for one.
+        otherwise: how the error ends, where the caller has an argument for such numbers.
+
+    Raises:
+        ValueError: if it holds floats.
+    """
+    array = jnp.asarray(mask)
+    if array.dtype != jnp.bool_ and not jnp.issubdtype(array.dtype, jnp.integer):
+        raise ValueError(
+            f"{where} must be boolean, or integers 0 and 1, got {array.dtype}; "
+            f".astype(bool) makes a mask of 0 and 1 boolean{otherwise}."
+        )
+    return array if array.dtype == jnp.bool_ else array != 0
 
 
 def integers(where: str, values: ArrayValues, rank: int) -> jax.Array:

@@ -1,6 +1,6 @@
 """From one representation of a mask to another, as plain functions.
 
-Masks of tokens are `[b, t]`, True (or not 0) for a token; masks of pairs are `[b, n, t, s]`, True
+Masks of tokens are `[b, t]`, True (or 1) for a token; masks of pairs are `[b, n, t, s]`, True
 where the query may see the key; segment ids are `[b, t]`, negative for padding; `cu_seqlens` are
 the start and end of each row of a padded batch, `[start_0, end_0, start_1, end_1, ...]`.
 """
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ejkernel.types.arguments import ArrayValues
+from ejkernel.types.arguments import ArrayValues, boolean
 from ejkernel.types.rules import Segments
 
 KEY_PADDING_POSITION = 2**31 - 1
@@ -25,7 +25,8 @@ def mask_to_segment_ids(mask: ArrayValues, per_head: bool = False) -> tuple[jax.
     (-1, a query that sees nothing or a key that nothing sees).
 
     Args:
-        mask: `[t, s]`, `[b, t, s]` or `[b, n, t, s]`; what is not 0 is allowed.
+        mask: `[t, s]`, `[b, t, s]` or `[b, n, t, s]`, of booleans or integers; what is not 0 is
+            allowed.
         per_head: give each head ids of its own; otherwise all heads must agree on the segments.
 
     Returns:
@@ -33,13 +34,13 @@ def mask_to_segment_ids(mask: ArrayValues, per_head: bool = False) -> tuple[jax.
         `per_head` the heads of a `[b, n, t, s]` mask stay.
 
     Raises:
-        ValueError: if the mask has another rank.
+        ValueError: if the mask has another rank or holds floats.
 
     >>> q_ids, kv_ids = mask_to_segment_ids([[1, 1, 0, 0], [0, 0, 1, 0]])
     >>> q_ids.tolist(), kv_ids.tolist()
     ([0, 1], [0, 0, 1, -1])
     """
-    mask = jnp.asarray(mask) != 0
+    mask = boolean("mask_to_segment_ids: mask", mask)
     if mask.ndim not in (2, 3, 4):
         raise ValueError(f"mask_to_segment_ids: the rank must be 2, 3 or 4, got {mask.shape}.")
     if mask.ndim < 4:
@@ -121,7 +122,9 @@ def qkv_masks_to_cu_seqlens(
     [1, 3, 0, 0]
     """
     kv_mask = q_mask if kv_mask is None else kv_mask
-    return _ends_of_tokens(q_mask, out_dtype), _ends_of_tokens(kv_mask, out_dtype)
+    q_tokens = boolean("qkv_masks_to_cu_seqlens: q_mask", q_mask)
+    kv_tokens = boolean("qkv_masks_to_cu_seqlens: kv_mask", kv_mask)
+    return _ends_of_tokens(q_tokens, out_dtype), _ends_of_tokens(kv_tokens, out_dtype)
 
 
 def cu_seqlens_to_mask(
@@ -196,7 +199,7 @@ def attention_mask_to_qkv_cu_seqlens(
     """Start and end of the queries that see something and of the keys that something sees.
 
     Args:
-        attention_mask: `[b, t, s]` or `[b, n, t, s]`.
+        attention_mask: `[b, t, s]` or `[b, n, t, s]`, of booleans or integers.
         reduce_heads: a pair counts if any head allows it, if all do, or if the first does.
         out_dtype: dtype of the result.
 
@@ -210,7 +213,7 @@ def attention_mask_to_qkv_cu_seqlens(
     >>> [pairs.tolist() for pairs in attention_mask_to_qkv_cu_seqlens(mask)]
     [[0, 2], [0, 2]]
     """
-    mask = jnp.asarray(attention_mask) != 0
+    mask = boolean("attention_mask_to_qkv_cu_seqlens: attention_mask", attention_mask)
     if mask.ndim not in (3, 4):
         raise ValueError(
             f"attention_mask_to_qkv_cu_seqlens: the mask must have rank 3 or 4, got {mask.shape}."
@@ -252,9 +255,8 @@ def _segments_of_one(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
     )
 
 
-def _ends_of_tokens(mask: ArrayValues, dtype: DTypeLike) -> jax.Array:
+def _ends_of_tokens(mask: jax.Array, dtype: DTypeLike) -> jax.Array:
     """First token and one past the last of each row of `[..., t]`, as one array."""
-    mask = jnp.asarray(mask) != 0
     start = jnp.argmax(mask, axis=-1)
     end = mask.shape[-1] - jnp.argmax(mask[..., ::-1], axis=-1)
     pairs = jnp.stack([start, end], axis=-1)

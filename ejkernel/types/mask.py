@@ -16,7 +16,7 @@ from ejkernel.types import mask_fields as fields
 from ejkernel.types import mask_ids as ids
 from ejkernel.types import mask_statistics as statistics
 from ejkernel.types import mask_transformation as transformation
-from ejkernel.types.arguments import ArrayValues
+from ejkernel.types.arguments import ArrayValues, SlidingWindow
 from ejkernel.types.block_map import BlockMap
 from ejkernel.types.conversion import (
     attention_mask_to_qkv_cu_seqlens as attention_mask_to_qkv_cu_seqlens,
@@ -99,7 +99,8 @@ class MaskInfo:
             q_segment_ids: ids `(B, Q)`; any negative id is padding.
             kv_segment_ids: ids `(B, K)`; by default the keys are the queries.
             q_positions, kv_positions: positions `(B, Q)`, `(B, K)`, if they are not to be counted.
-            is_attn_mask: the arrays are masks of tokens instead of ids: not 0 is a token.
+            is_attn_mask: the arrays are masks of tokens instead of ids, boolean or integers: what
+                is not 0 is a token.
             batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name: mesh axes.
 
         Raises:
@@ -131,13 +132,13 @@ class MaskInfo:
 
         Args:
             attention_mask: `(B, S)` a mask of tokens, `(B, Q, K)` or `(B, H, Q, K)` a mask of
-                pairs; what is not 0 is allowed.
+                pairs, boolean or integers; what is not 0 is allowed.
             q_positions, kv_positions: positions `(B, Q)`, `(B, K)`, if they are not to be counted.
             mask_is_valid: False for a mask that is set where attention is forbidden.
             batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name: mesh axes.
 
         Raises:
-            ValueError: if the mask has another rank.
+            ValueError: if the mask has another rank or holds floats.
 
         >>> MaskInfo.from_attention_mask(jnp.array([[1, 1, 0]])).q_segment_ids.tolist()
         [[0, 0, -1]]
@@ -516,7 +517,7 @@ class MaskInfo:
 
     def apply_sliding_window(
         self,
-        sliding_window: ArrayValues,
+        sliding_window: SlidingWindow,
         *,
         offset: ArrayValues = 0,
         mode: Literal["default", "decode", "prefill"] | None = None,
@@ -528,7 +529,8 @@ class MaskInfo:
         positions.
 
         Args:
-            sliding_window: a pair `(left, right)`, or one number for both sides.
+            sliding_window: a pair `(left, right)`, or one number for both sides; they may be
+                traced, unless `mode` cuts the mask.
             offset: an integer, or one per batch row `(B,)`.
             mode: `"decode"` keeps query `index` and the `left + right + 1` keys around its window;
                 `"prefill"` keeps all queries and the last `left + right + 1` keys, for a single
@@ -536,8 +538,8 @@ class MaskInfo:
             index: the query to keep, an integer or one per batch row; for `"decode"` only.
 
         Raises:
-            ValueError: if the window is negative or no pair, the mode unknown, or `index` missing
-                or out of place.
+            ValueError: if the window is negative or no pair, the mode unknown, `index` missing or
+                out of place, or the window traced where `mode` needs its size.
 
         >>> mask = MaskInfo.from_segments(jnp.zeros((1, 4), int)).apply_sliding_window((1, 0))
         >>> mask.attention_mask[0, 0].astype(int).tolist()

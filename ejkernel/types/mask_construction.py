@@ -7,11 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from ejkernel.types.arguments import ArrayValues, choice, host_values, integers, static_integer
+from ejkernel.types.arguments import (
+    ArrayValues,
+    boolean,
+    choice,
+    host_values,
+    integers,
+    static_integer,
+)
 from ejkernel.types.conversion import cu_seqlens_to_mask
 from ejkernel.types.mask_fields import Mask, changed
 from ejkernel.types.rules import Band, Chunks, Dense, Everything, Segments
 from ejkernel.types.sharding import MaskAxes
+
+# What to do with numbers that look like a mask.
+_BIAS = ", and what is added to the logits is the bias= of the operation"
 
 
 def from_segments(
@@ -50,7 +60,7 @@ def from_attention_mask(
 ) -> Mask:
     """The mask of tokens or of pairs; see `MaskInfo.from_attention_mask`."""
     where = "MaskInfo.from_attention_mask"
-    given = jnp.asarray(attention_mask) != 0
+    given = boolean(f"{where}: attention_mask", attention_mask, _BIAS)
     given = given if mask_is_valid else ~given
     if given.ndim == 2:
         ids = jnp.where(given, 0, -1).astype(jnp.int32)
@@ -173,7 +183,7 @@ def ids_of_pairs(where: str, pairs: ArrayValues, length: int) -> jax.Array:
 
 def _ids_of_token_mask(where: str, mask: ArrayValues, rank: int) -> jax.Array:
     """Ids 0 for tokens, -1 for padding."""
-    return integers(where, jnp.where(jnp.asarray(mask) != 0, 0, -1), rank)
+    return integers(where, jnp.where(boolean(where, mask), 0, -1), rank)
 
 
 def _ids_of_packed(where: str, cumulative: ArrayValues, length: int) -> jax.Array:

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel.types import mask_ids
 from ejkernel.types.arguments import (
     ArrayValues,
+    SlidingWindow,
     choice,
     integers,
     numbers,
@@ -59,7 +61,7 @@ def apply_causal(mask: Mask, offset: ArrayValues) -> Mask:
 
 def apply_sliding_window(
     mask: Mask,
-    sliding_window: ArrayValues,
+    sliding_window: SlidingWindow,
     offset: ArrayValues,
     mode: Literal["default", "decode", "prefill"] | None,
     index: ArrayValues | None,
@@ -71,18 +73,24 @@ def apply_sliding_window(
     if (mode == "decode") != (index is not None):
         raise ValueError(f'MaskInfo.{name}: mode="decode" and index go together.')
     mask, shift = _with_numbers(mask, f"{name}: offset", offset)
-    mask = _restricted(mask, Band(shift - left, shift + right))
+    low, high = (_per_row(mask, side) for side in (left, right))
+    mask = _restricted(mask, Band(shift - low, shift + high))
+    if mode not in ("decode", "prefill"):
+        return mask
+    if not isinstance(left, int) or not isinstance(right, int):
+        raise ValueError(
+            f'MaskInfo.{name}: mode="{mode}" cuts the mask to its window, so the window must be '
+            f"known at trace time, got {sliding_window!r}; leave the mode out."
+        )
     width = min(left + right + 1, mask.kv_len)
     if mode == "decode" and index is not None:
         mask, query = _with_numbers(mask, f"{name}: index", index)
         query = _clip(query, 0, mask.q_len - 1)
         key = _clip(query + shift - left, 0, mask.kv_len - width)
         return _sliced(mask, query, 1, key, width)
-    if mode == "prefill":
-        if not isinstance(sliding_window, tuple | list):
-            width = max(1, min(left, mask.kv_len))
-        return _sliced(mask, 0, mask.q_len, mask.kv_len - width, width)
-    return mask
+    if np.ndim(sliding_window) == 0:  # pyright: ignore[reportArgumentType]
+        width = max(1, min(left, mask.kv_len))
+    return _sliced(mask, 0, mask.q_len, mask.kv_len - width, width)
 
 
 def apply_chunked(mask: Mask, chunk_size: ArrayValues, offset: ArrayValues) -> Mask:
@@ -277,6 +285,13 @@ def _with_numbers(mask: Mask, where: str, value: ArrayValues) -> tuple[Mask, int
     if isinstance(number, jax.Array) and number.ndim == 1 and number.shape[0] != mask.batch_size:
         return with_batch(mask, number.shape[0]), number
     return mask, number
+
+
+def _per_row(mask: "MaskInfo", number: int | jax.Array) -> int | jax.Array:
+    """A number that is not known yet, once for each batch row; a static one as it is."""
+    if isinstance(number, int) or mask.batch_size is None:
+        return number
+    return jnp.broadcast_to(number, (mask.batch_size,))
 
 
 def _with_types(mask: Mask, where: str, given: ArrayValues, length: int) -> tuple[Mask, jax.Array]:

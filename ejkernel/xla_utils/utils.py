@@ -315,6 +315,11 @@ def _wide(integers: Array) -> Array:
 def _mask_lens(mask: _AnyArray, name: str) -> Array:
     if mask.ndim != 2:
         raise ValueError(f"{name}: mask must be [batch, seq_len], got shape {mask.shape}.")
+    if mask.dtype != jnp.bool_ and not jnp.issubdtype(mask.dtype, jnp.integer):
+        raise ValueError(
+            f"{name}: mask must be boolean, or integers 0 and 1, got {mask.dtype}; "
+            ".astype(bool) makes a mask of 0 and 1 boolean."
+        )
     return jnp.sum(mask, axis=-1, dtype=jnp.int32)
 
 

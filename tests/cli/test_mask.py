@@ -168,7 +168,7 @@ def test_writes_an_svg(tmp_path):
     [
         (["--window", "a"], "--window takes numbers like 3 or 3,4, got 'a'."),
         (["--window", "1,2,3"], "--window takes one number or LEFT,RIGHT"),
-        (["--window", "-1"], "sliding_window must be at least 0, got -1."),
+        (["--window", "-1"], "sliding_window must not be negative, got (-1, -1)."),
         (["--length", "8", "--documents", "5,6"], "documents of 11 tokens do not fit into 8."),
         (["--documents", "5,-2"], "a document has at least 1 token, got -2."),
         (["--causal", "--svg", "no/such/folder/x.svg"], "No such file or directory"),

@@ -1,4 +1,6 @@
-"""jit, vmap, remat and shard_map leave the results of every implementation as they are."""
+"""jit, vmap, remat, sharding and forward mode give what every implementation gives without them."""
+
+import re
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +8,7 @@ import numpy as np
 import pytest
 from conformance.cases import all_cases, served
 from conformance.oracle import assert_same
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ejkernel.cli.oracle import GRADIENT_FLOOR, VALUE_FLOOR, with_gradients
 from ejkernel.ops import axes, executor
@@ -107,3 +109,64 @@ def test_a_mesh_changes_nothing(case):
     sharded = compiled(runner(call, mesh=mesh, in_specs=specs))(call.inputs)
     assert_same(sharded[0], plain[0], VALUE_FLOOR, "output")
     assert_same(sharded[1], plain[1], GRADIENT_FLOOR, "gradient")
+
+
+MESH = {"dp": 2, "tp": 4}
+# What an op can split with no exchange between devices; by default batch and heads.
+OVER = {
+    "grouped_matmul": {"n": "tp"},
+    "mean_pooling": {"b": "dp", "d": "tp"},
+}
+
+
+def splits(op, x, letters):
+    """The spec of an array that is split wherever it can be."""
+    over = OVER.get(op.name, {"b": "dp", "n": "tp", "k": "tp"})
+    entries = []
+    for size, letter in zip(x.shape, letters or (), strict=False):
+        axis = over.get(letter.removeprefix("#"))
+        fits = letter.removeprefix("#") in op.shardable and size % MESH.get(axis, 1) == 0
+        entries.append(axis if fits else None)
+    return PartitionSpec(*entries)
+
+
+def collectives(program):
+    names = r"\b(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+    return set(re.findall(names, program.as_text()))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("case", CASES)
+def test_split_arrays_give_the_same_with_no_collective(case, kind):
+    """Batch over two devices, heads over four, as the arrays are; results are split alike."""
+    if len(jax.devices()) < 8:
+        pytest.skip("needs 8 devices")
+    call = case.call()
+    served(case, call, "forward", "backward")
+    run, op = runner(call), case.op
+    plain = compiled(run)(call.inputs)
+    mesh = jax.make_mesh(tuple(MESH.values()), tuple(MESH), axis_types=(kind, kind))
+    with jax.set_mesh(mesh):
+        placed = [
+            jax.device_put(x, NamedSharding(mesh, splits(op, x, letters)))
+            for x, letters in zip(
+                jax.tree.leaves(call.inputs), axes.of_leaves(call.inputs), strict=True
+            )
+        ]
+        inputs = jax.tree.unflatten(jax.tree.structure(call.inputs), placed)
+        forward = jax.jit(run).lower(inputs).compile()
+        both = compiled(run).lower(inputs).compile()
+        outputs, gradients = both(inputs)
+    assert_same(outputs, plain[0], VALUE_FLOOR, "output")
+    assert_same(gradients, plain[1], GRADIENT_FLOOR, "gradient")
+    assert collectives(both) <= {"all-reduce"}
+    kept = [
+        (x.sharding, NamedSharding(mesh, splits(op, x, letters)), x.ndim)
+        for x, letters in zip(outputs, axes.of_leaves(outputs), strict=True)
+    ]
+    assert all(got.is_equivalent_to(wanted, rank) for got, wanted, rank in kept)
+    shares_state = any(
+        "k" in letters and x.shape[letters.index("k")] % MESH["tp"]
+        for x, letters in zip(outputs, axes.of_leaves(outputs), strict=True)
+    )
+    assert collectives(forward) <= ({"all-reduce"} if shares_state else set())

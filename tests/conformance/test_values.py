@@ -11,7 +11,7 @@ from evidence import proves
 
 from ejkernel.cli.oracle import VALUE_FLOOR, with_gradients
 from ejkernel.ops import executor
-from ejkernel.ops.differentiable import Rule, apply
+from ejkernel.ops.differentiable import Passes, Rule, apply
 from ejkernel.ops.executor import Request
 
 
@@ -93,11 +93,11 @@ def test_every_candidate_configuration_agrees(case):
 def paired(call, forward, params, backward, other):
     """A forward and a backward pass with these parameters, as a function of the inputs."""
     spec, device = call.spec, call.device
-    rule = Rule(
+    passes = Passes(
         value=lambda x: forward(x, spec, params, device=device)[0],
         forward=lambda x: forward(x, spec, params, device=device),
         backward=lambda x, saved, d_outputs: backward(
             x, saved, d_outputs, spec, other, device=device
         ),
     )
-    return functools.partial(apply, rule)
+    return functools.partial(apply, Rule.of(call.op, passes))

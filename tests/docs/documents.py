@@ -16,12 +16,16 @@ PROMISED = ROOT.parent / "shared" / "seeds"
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """One fenced block of Python: where it stands and what it says."""
+    """One fenced block of Python: where it stands and what it says.
+
+    `needs` are the packages that it uses beyond those of the test suite: "```python needs=flax".
+    """
 
     document: str
     heading: str
     line: int
     source: str
+    needs: tuple[str, ...] = ()
 
     def statements(self) -> list[ast.stmt]:
         # Leading newlines give every error the line of the document.
@@ -46,9 +50,11 @@ def read(path: Path) -> list[Block]:
         if fence is None and line.startswith("```"):
             fence, start = line[3:].strip(), number
         elif fence is not None and line.startswith("```"):
-            if fence == "python":
+            language, _, needs = fence.partition(" needs=")
+            if language == "python":
                 source = "\n".join(lines[start : number - 1])
-                blocks.append(Block(path.name, heading, start, source))
+                packages = tuple(needs.split(",")) if needs else ()
+                blocks.append(Block(path.name, heading, start, source, packages))
             fence = None
         elif fence is None and (found := re.match(r"#+ (.*)", line)):
             heading = found[1].strip()

@@ -22,7 +22,7 @@ from ejkernel.types import MaskInfo
 # Four keys with the values 0, 1, 2, 3, in two blocks; equal logits give the mean of what is seen.
 ZEROS = jnp.zeros((1, 4, 1, 2))
 VALUE = jnp.arange(4.0).reshape(1, 4, 1, 1)
-OWN, LOWER, NONE_FIRST = np.eye(2), np.tri(2), np.array([[0, 0], [1, 0]])
+OWN, LOWER, NONE_FIRST = np.eye(2, dtype=bool), np.tri(2, dtype=bool), np.array([[0, 0], [1, 0]])
 
 
 @pytest.mark.parametrize(

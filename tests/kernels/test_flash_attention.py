@@ -180,7 +180,6 @@ def test_dropout_depends_on_the_seed_and_on_nothing_else():
     assert not np.allclose(run(dropout_seed=1), run(dropout_seed=2))
     small = FlashAttentionConfig(fwd_params=FwdParams(q_blocksize=8, kv_blocksize=4))
     close(run(dropout_seed=1, cfg=small), run(dropout_seed=1))
-    close(run(), run(dropout_seed=0))
 
 
 def test_dropout_is_right_on_average():
@@ -239,6 +238,7 @@ def test_three_specs_are_enough(heads):
         "softmax_aux": jnp.ones((8, 1)),
         "mask_info": MaskInfo.from_segments(jnp.repeat(jnp.arange(2), 12)[None]),
         "dropout_prob": 0.3,
+        "dropout_seed": 11,
         "causal": True,
     }
 
@@ -266,17 +266,17 @@ def test_the_program_for_a_mesh_needs_no_collective():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"query": Q[0]}, r"flash_attention: query must have shape \[batch, length, heads"),
+        ({"query": Q[0, 0]}, r"flash_attention: query must have shape \[batch, length, heads"),
         ({"query": "text"}, "query must be an array, got str"),
         ({"query": Q[:, :, :3]}, "query heads must be a multiple of key heads, got 3 and 2"),
         ({"key": K[:1]}, "one batch size, got 2, 1 and 2"),
         ({"value": V[:, :5]}, "key and value must agree in length and heads"),
         ({"key": K[..., :4]}, "one head dim, got 8 and 4"),
         ({"query": Q.astype(jnp.bfloat16)}, "must have one dtype, got bfloat16, float32"),
-        ({"query": jnp.ones((2, 24, 4, 8), jnp.int32)}, "query must be floating point, got int32"),
-        ({"bias": jnp.ones((2, 3, 24, 24))}, r"bias must .* broadcast .*\(2, 4, 24, 24\)"),
+        ({"query": jnp.ones((2, 24, 4, 8), jnp.int32)}, "query must be floating point.* int32"),
+        ({"bias": jnp.ones((2, 3, 24, 24))}, r"bias must broadcast .*\(2, 4, 24, 24\), got \[2, 3"),
         ({"bias": jnp.ones(24)}, "bias must"),
-        ({"softmax_aux": jnp.ones((3, 1))}, r"softmax_aux must be .* \[4, sinks\]"),
+        ({"softmax_aux": jnp.ones((3, 1))}, r"softmax_aux must be .* \[4, sinks\], got \[3, 1\]"),
         ({"attention_mask": jnp.ones((2, 23), bool)}, r"attention_mask .* got \(2, 23\)"),
         ({"mask_info": MaskInfo.from_segments(jnp.zeros((1, 6), jnp.int32))},
          r"mask_info has shape \(1, 6, 6\).*the arrays have \(2, 24, 24\)"),
@@ -288,6 +288,7 @@ def test_the_program_for_a_mesh_needs_no_collective():
         ({"causal": True, "causal_offset": jnp.ones(3, jnp.int32)}, "2 ints, one per batch row"),
         ({"dropout_prob": 1.0}, r"dropout_prob must be in \[0, 1\), got 1.0"),
         ({"dropout_prob": 0.1, "dropout_seed": jnp.ones(2, jnp.int32)}, "must be one integer"),
+        ({"dropout_prob": 0.1}, "dropout_prob=0.1 needs dropout_seed=, an integer or a"),
         ({"logits_soft_cap": 0.0}, "logits_soft_cap must be positive, got 0.0"),
         ({"cum_seqlens_q": jnp.array([0, 24])}, "a batch of 2; for padded rows use MaskInfo"),
         ({"cum_seqlens_k": jnp.array([0, 24])}, "cum_seqlens_k needs cum_seqlens_q"),

@@ -69,12 +69,12 @@ def stand_in(monkeypatch):
 
 def by_cuda(spec, forward=cudnn.run_forward):
     """Inputs to outputs, differentiable, by the two passes and nobody's choice."""
-    plan = differentiable.Rule(
+    passes = differentiable.Passes(
         lambda inputs: forward(inputs, spec, None)[0],
         lambda inputs: forward(inputs, spec, None),
         lambda inputs, saved, d_out: cudnn.run_backward(inputs, saved, d_out, spec, None),
     )
-    return functools.partial(differentiable.apply, plan)
+    return functools.partial(differentiable.apply, differentiable.Rule.of(OP, passes))
 
 
 def draw(

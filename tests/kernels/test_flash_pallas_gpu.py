@@ -64,6 +64,7 @@ RULES = {
     "causal_later": Band(None, 37),
     "causal_earlier": Band(None, -50),
     "window": Band(-40, 3),
+    "traced_window": Band(jnp.array([-40]), jnp.array(3)),
     "rows_apart": Band(None, jnp.array([5, -60])),
     "packed": PACKED & Band(None, 0),
     "documents": DOCUMENTS & Band(-60, 0),

@@ -189,6 +189,7 @@ RULES = {
     "causal": Band(None, 0),
     "window": Band(-9, 3),
     "traced_band": Band(None, LENGTHS) & Band(-LENGTHS, None),
+    "traced_window": Band(jnp.array([-9]), jnp.array(3)),
     "positions": Band(-5, 5, IDS[:1] * 7),
     "chunks": Chunks(16, 3, LENGTHS) & Band(None, 0),
     "lengths": KeyLength(LENGTHS) & QueryLength(30),

@@ -352,7 +352,7 @@ def test_numpy_arrays_are_arrays():
         ({"inputs": X[0]}, r"inputs must be \[rows, k\] and weights \[groups, k, n\], got \(8,\)"),
         ({"weights": W[0]}, r"inputs must be \[rows, k\] and weights \[groups, k, n\]"),
         ({"transpose_rhs": True}, r"the k of inputs .* \[groups, n, k\] must be one"),
-        ({"weights": W.astype(jnp.bfloat16)}, "one floating-point dtype, got float32 and bfloat16"),
+        ({"weights": W.astype(jnp.bfloat16)}, "must have one dtype, got float32 and bfloat16"),
         ({"group_offset": -1}, "group_offset must not be negative, got -1"),
         ({"group_offset": jnp.arange(2)}, r"group_offset must be one integer, got int32\[2\]"),
         ({"group_offset": 1.5}, r"group_offset must be one integer, got float32\[\]"),

@@ -54,15 +54,13 @@ def test_packed_sequences_with_an_empty_one_and_tokens_past_the_last():
     assert gradient.tolist() == [[0.5], [0.5], [1], [0]]
 
 
-@pytest.mark.parametrize("dtype", [jnp.bool_, jnp.int32, jnp.float32])
+@pytest.mark.parametrize("dtype", [jnp.bool_, jnp.int32, jnp.uint8])
 def test_a_mask_is_true_where_it_is_not_zero(dtype):
     close(mean_pooling(X, MASK.astype(dtype)), mean_pooling(X, MASK))
 
 
-def test_a_mask_does_not_weigh_and_has_no_gradient():
-    mask = jnp.where(MASK, 0.25, 0.0)
-    close(mean_pooling(X, mask), mean_pooling(X, MASK))
-    assert not jax.grad(lambda mask: mean_pooling(X, mask).sum())(mask).any()
+def test_a_mask_does_not_weigh():
+    close(mean_pooling(X, jnp.where(MASK, 4, 0)), mean_pooling(X, MASK))
 
 
 # Properties
@@ -209,11 +207,15 @@ def test_numpy_arrays_are_arrays():
     ("arguments", "message"),
     [
         ({"x": TOKENS}, r"x must be \[batch, length, hidden\], got \(20, 8\); .* cu_seqlens="),
-        ({"x": X.astype(jnp.int32)}, "x must be floating point, got int32"),
+        ({"x": X.astype(jnp.int32)}, "x must be floating point, float32, bfl.* got int32"),
         ({"x": "tokens"}, "x must be an array, got str"),
         ({"attention_mask": MASK[:, :3]}, r"\[batch, length\] = \[4, 9\], got \[4, 3\]\."),
         ({"attention_mask": CU_SEQLENS}, r"got \[4\]; for cumulative lengths use cu_seqlens="),
         ({"attention_mask": MASK, "cu_seqlens": CU_SEQLENS}, "not both"),
+        (
+            {"attention_mask": MASK.astype(jnp.float32)},
+            r"attention_mask must be boolean, or integers 0 and 1, got float32; \.astype\(bool\)",
+        ),
         ({"cu_seqlens": CU_SEQLENS}, r"or \[1, tokens, hidden\], got \(4, 9, 8\)"),
         ({"x": TOKENS, "cu_seqlens": [0, 21]}, "cu_seqlens ends at 21, past the 20 tokens"),
         ({"x": TOKENS, "cu_seqlens": [0, 9, 5]}, "must start at 0 and never decrease"),

@@ -326,7 +326,7 @@ def test_a_mesh_with_more_shards_than_key_heads_returns_the_cache_as_it_was(layo
     ("changes", "message"),
     [
         ({"query": QUERY[None]}, r"query must have shape \[tokens, heads, head_dim\]"),
-        ({"key": NEW_KEYS[:5]}, r"key must be floating point \[16, 2, 8\], as query and cache"),
+        ({"key": NEW_KEYS[:5]}, r"key must be \[16, 2, 8\], as query and cache"),
         ({"value": NEW_VALUES.astype(jnp.int32)}, "value must be floating point"),
         ({"cu_seqlens_q": CU_Q[:, None]}, r"cu_seqlens_q must be integers \[sequences \+ 1\]"),
         ({"cu_seqlens_q": CU_Q - 1}, "cu_seqlens_q must begin with 0 and never decrease"),

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from jaxtyping import Array, Float
 
-from ejkernel.ops.batching import over_batch
+from ejkernel.ops.implementation import Op
+from ejkernel.ops.primitive import Stage, bind
 
 
 class Pair(NamedTuple):
@@ -33,6 +34,18 @@ def summed(pair):
     return Summed((pair.rows + pair.shift).sum(0))
 
 
+def batchable(run, pair):
+    """`run(pair)` as JAX sees it inside an op."""
+    stage = Stage(
+        op=Op(name="pairs", sources=[]),
+        run=run,
+        anew=lambda device: run,
+        device=None,
+        jvp=lambda trees, tangents: (None, None),
+    )
+    return bind(stage, pair)
+
+
 def make(batch=3, shift=1, seed=0):
     draw = np.random.default_rng(seed).standard_normal
     return Pair(jnp.asarray(draw((batch, 4))), jnp.asarray(draw(2)), jnp.asarray(draw((shift, 4))))
@@ -54,7 +67,7 @@ def test_every_way_of_mapping_equals_a_loop(run, mapped, shift):
             for leaves, axis in zip(zip(*pairs, strict=True), mapped, strict=True)
         )
     )
-    call = jax.vmap(lambda pair: over_batch(run, pair), in_axes=(Pair(*mapped),))
+    call = jax.vmap(lambda pair: batchable(run, pair), in_axes=(Pair(*mapped),))
     got = call(stacked)[0]
     for i, pair in enumerate(pairs):
         chosen = Pair(
@@ -67,17 +80,17 @@ def test_every_way_of_mapping_equals_a_loop(run, mapped, shift):
 
 
 def test_rows_are_folded_not_looped():
-    call = jax.vmap(lambda rows: over_batch(weighted, make()._replace(rows=rows)))
+    call = jax.vmap(lambda rows: batchable(weighted, make()._replace(rows=rows)))
     assert calls_made(call, jnp.ones((5, 3, 4))) == 0
 
 
 def test_a_sum_over_the_batch_is_not_folded():
-    call = jax.vmap(lambda rows: over_batch(summed, make()._replace(rows=rows)))
+    call = jax.vmap(lambda rows: batchable(summed, make()._replace(rows=rows)))
     assert calls_made(call, jnp.ones((5, 3, 4))) == 1
 
 
 def test_nested_maps_fold_twice():
-    call = jax.vmap(jax.vmap(lambda rows: over_batch(weighted, make()._replace(rows=rows))))
+    call = jax.vmap(jax.vmap(lambda rows: batchable(weighted, make()._replace(rows=rows))))
     rows = jnp.arange(2 * 5 * 3 * 4.0).reshape(2, 5, 3, 4)
     assert calls_made(call, rows) == 0
     np.testing.assert_allclose(
@@ -115,7 +128,7 @@ def test_a_call_without_a_batch_axis_gets_one(run, mapped):
         for shape, axis in zip([(4,), (2,), (4,)], mapped, strict=True)
     ]
     pair = Optional(*(jnp.asarray(draw(shape), jnp.float32) for shape in shapes))
-    call = jax.vmap(lambda pair: over_batch(run, pair), in_axes=(Optional(*mapped),))
+    call = jax.vmap(lambda pair: batchable(run, pair), in_axes=(Optional(*mapped),))
     lifted = run is optional and mapped[1] is None
     assert calls_made(call, pair) == (not lifted)
     got = call(pair)[0]
@@ -126,6 +139,6 @@ def test_a_call_without_a_batch_axis_gets_one(run, mapped):
 
 def test_a_batch_axis_that_a_map_gave_folds_with_the_next():
     pair = Optional(jnp.arange(24.0).reshape(2, 3, 4), jnp.ones(2), jnp.ones(4))
-    call = jax.vmap(jax.vmap(lambda rows: over_batch(optional, pair._replace(rows=rows))))
+    call = jax.vmap(jax.vmap(lambda rows: batchable(optional, pair._replace(rows=rows))))
     assert calls_made(call, pair.rows) == 0
     np.testing.assert_allclose(call(pair.rows).out, pair.rows * 2 + 1)

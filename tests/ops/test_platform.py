@@ -44,10 +44,10 @@ def test_enums_are_their_names():
 
 def test_concrete_arrays_decide(monkeypatch):
     elsewhere = Device("tpu", "TPU v6 lite", None, "TPU v6 lite|1")
-    describe = platform._describe
+    describe = platform.describe
     fourth = jax.devices()[3]
     monkeypatch.setattr(
-        platform, "_describe", lambda device: elsewhere if device == fourth else describe(device)
+        platform, "describe", lambda device: elsewhere if device == fourth else describe(device)
     )
     x = jax.device_put(jnp.ones(3), fourth)
     assert device_of([None, 1.0, x]) == elsewhere
@@ -134,7 +134,7 @@ def test_a_gpu_is_described_by_name_driver_and_capability():
         compute_capability="9.0",
         client=types.SimpleNamespace(platform_version="PJRT C API\ncuda 13000"),
     )
-    described = platform._describe.__wrapped__(gpu)
+    described = platform.describe.__wrapped__(gpu)
     fingerprint = "NVIDIA H200|PJRT C API cuda 13000"
     assert described == Device("gpu", "NVIDIA H200", (9, 0), fingerprint, 132, 232_448)
 
@@ -146,7 +146,7 @@ def test_what_has_no_cuda_capability_has_none():
         compute_capability="gfx942",
         client=types.SimpleNamespace(platform_version="rocm 60200"),
     )
-    described = platform._describe.__wrapped__(amd)
+    described = platform.describe.__wrapped__(amd)
     assert (described.platform, described.compute_capability) == ("gpu", None)
 
 

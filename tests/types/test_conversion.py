@@ -142,15 +142,18 @@ def test_heads_are_reduced_as_asked():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: mask_to_segment_ids(jnp.ones(3)), "mask_to_segment_ids: the rank must be 2, 3 or"),
+        (lambda: mask_to_segment_ids([1, 1, 1]), "mask_to_segment_ids: the rank must be 2, 3 or"),
         (lambda: cu_seqlens_to_mask(jnp.array([0, 1, 2]), 3), "one array of even length"),
-        (lambda: attention_mask_to_qkv_cu_seqlens(jnp.ones((2, 2))), "must have rank 3 or 4"),
+        (lambda: attention_mask_to_qkv_cu_seqlens(np.eye(2, dtype=int)), "must have rank 3 or 4"),
         (
             lambda: unchecked(attention_mask_to_qkv_cu_seqlens)(
-                jnp.ones((1, 2, 2)), reduce_heads="none"
+                jnp.ones((1, 2, 2), int), reduce_heads="none"
             ),
             "reduce_heads must be any, all or first, got 'none'",
         ),
+        (lambda: mask_to_segment_ids(jnp.eye(3)), "mask must be boolean, or integers 0 and 1, got"),
+        (lambda: qkv_masks_to_cu_seqlens(jnp.eye(3)), "q_mask must be boolean, or integers"),
+        (lambda: attention_mask_to_qkv_cu_seqlens(jnp.ones((1, 2, 2))), "must be boolean, or int"),
     ],
 )
 def test_what_does_not_fit_is_refused(call, message):

@@ -9,6 +9,7 @@ from ejkernel.types import MaskInfo
 
 IDS = jnp.array([[0, 0, 1, -1], [1, 1, 1, 1]])
 MASK = MaskInfo.from_segments(IDS)
+PER_HEAD = jnp.ones((1, 2, 3, 3), bool)
 WRONG = {
     "from_segments: q_segment_ids must be an array of integers of rank 2": [
         lambda: MaskInfo.from_segments(IDS[0]),
@@ -21,8 +22,18 @@ WRONG = {
         lambda: MaskInfo.from_segments(IDS, q_positions=jnp.zeros((2, 3), int)),
     ],
     r"from_attention_mask: the mask must be \(B, S\), \(B, Q, K\) or \(B, H, Q, K\)": [
-        lambda: MaskInfo.from_attention_mask(jnp.ones(4)),
-        lambda: MaskInfo.from_attention_mask(jnp.ones((1, 1, 1, 4, 4))),
+        lambda: MaskInfo.from_attention_mask(jnp.ones(4, bool)),
+        lambda: MaskInfo.from_attention_mask(jnp.ones((1, 1, 1, 4, 4), bool)),
+    ],
+    r"from_attention_mask: attention_mask must be boolean, or integers 0 and 1, got float32; "
+    r"\.astype\(bool\) makes a mask of 0 and 1 boolean, and what is added .* is the bias= of the": [
+        lambda: MaskInfo.from_attention_mask(jnp.ones((2, 4))),
+        lambda: MaskInfo.from_attention_mask(jnp.ones((2, 4, 4)), mask_is_valid=False),
+        lambda: MaskInfo.dynamic_init(attention_mask=np.ones((2, 4), np.float32)),
+        lambda: MASK.replace(attention_mask=jnp.zeros((2, 4, 4))),
+    ],
+    r"from_segments: q_segment_ids must be boolean, or .* got float32; \.astype\(bool\)": [
+        lambda: MaskInfo.from_segments(jnp.ones((2, 4)), is_attn_mask=True),
     ],
     'from_cu_seqlens: cu_seqlens_q must hold start and end pairs.*format="packed"': [
         lambda: MaskInfo.from_cu_seqlens(jnp.array([0, 3, 5]), max_q_len=5),
@@ -67,16 +78,19 @@ WRONG = {
     "apply_causal: offset must be one number per row": [
         lambda: jax.vmap(lambda mask: mask.apply_causal(jnp.zeros(2, int)).attention_mask)(MASK),
     ],
-    "apply_sliding_window: sliding_window must be at least 0, got -1": [
+    "apply_sliding_window: sliding_window must not be negative, got -1": [
         lambda: MASK.apply_sliding_window(-1),
+    ],
+    r"apply_sliding_window: sliding_window must not be negative, got \(2, -1\)": [
         lambda: MASK.apply_sliding_window((2, -1)),
     ],
-    r"apply_sliding_window: sliding_window must be an integer or a pair \(left, right\)": [
+    r"apply_sliding_window: sliding_window must be an int or a pair \(left, right\) of ints": [
         lambda: MASK.apply_sliding_window((1, 2, 3)),
-    ],
-    "apply_sliding_window: sliding_window must be a Python integer": [
-        lambda: jax.jit(lambda w: MASK.apply_sliding_window(w).attention_mask)(3),
         lambda: MASK.apply_sliding_window(None),
+        lambda: jax.jit(lambda w: MASK.apply_sliding_window(w).attention_mask)(3.0),
+    ],
+    'apply_sliding_window: mode="prefill" cuts the mask to its window, so the window must be kno': [
+        lambda: jax.jit(lambda w: MASK.apply_sliding_window(w, mode="prefill").bias)(3),
     ],
     "apply_sliding_window: mode must be one of None, 'default', 'decode', 'prefill', got 'de": [
         lambda: MASK.apply_sliding_window(2, mode="decoding"),
@@ -115,7 +129,7 @@ WRONG = {
         lambda: MASK.apply_kv_lengths(2, sliding_window=0),
     ],
     "materialize_segment_ids: a mask stores one id per token": [
-        lambda: MaskInfo.from_attention_mask(jnp.ones((1, 2, 3, 3))).materialize_segment_ids(True),
+        lambda: MaskInfo.from_attention_mask(PER_HEAD).materialize_segment_ids(per_head=True),
     ],
     "to_packed_cu_seqlens: segment ids must not decrease along a row": [
         lambda: MaskInfo.from_segments(jnp.array([[1, 0]])).to_packed_cu_seqlens(4),
@@ -124,7 +138,7 @@ WRONG = {
         lambda: MASK.to_packed_cu_seqlens(2),
     ],
     r"replace: attention_mask must be of this mask's lengths \(4, 4\), got \(3, 4\)": [
-        lambda: MASK.replace(attention_mask=jnp.ones((2, 3, 4))),
+        lambda: MASK.replace(attention_mask=jnp.ones((2, 3, 4), bool)),
     ],
     "replace: give q_segment_ids or cu_seqlens_q, not both": [
         lambda: MASK.replace(q_segment_ids=IDS, cu_seqlens_q=jnp.array([0, 1, 0, 1])),

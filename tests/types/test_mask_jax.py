@@ -45,6 +45,25 @@ def test_every_array_leaf_begins_with_the_batch():
     np.testing.assert_array_equal(mapped, mask.attention_mask)
 
 
+@pytest.mark.parametrize("window", [1, (2, 0), jnp.array([2, 0])], ids=["number", "pair", "array"])
+def test_a_traced_window(window):
+    masked = lambda window: MaskInfo.from_segments(IDS).apply_sliding_window(window, offset=1)
+    found = jax.jit(masked)(window)
+    assert {leaf.shape[0] for leaf in jax.tree.leaves(found)} == {2}
+    expected = masked(tuple(window.tolist()) if isinstance(window, jax.Array) else window)
+    np.testing.assert_array_equal(found.attention_mask, expected.attention_mask)
+    assert expected.attention_mask.sum() != MaskInfo.from_segments(IDS).attention_mask.sum()
+
+
+def test_traced_windows_of_a_vmap():
+    whole = MaskInfo.from_segments(IDS)
+    one = lambda mask, window: mask.apply_sliding_window((window, 1)).attention_mask
+    found = jax.vmap(one)(whole, jnp.array([0, 2]))
+    for row, window in enumerate((0, 2)):
+        alone = whole.apply_sliding_window((window, 1)).attention_mask[row]
+        np.testing.assert_array_equal(found[row], alone)
+
+
 def test_a_mask_of_one_row_takes_the_batch_of_the_numbers():
     mask = MaskInfo.from_segments(IDS[:1]).apply_causal(jnp.array([0, 1, 2]))
     assert mask.batch_size == 3

@@ -229,3 +229,10 @@ def test_the_identity_may_stand_behind_a_cast():
     in_float32 = utils.identity_dtype_convert(jnp.float32)
     loss = lambda weight: in_float32(weight.astype(jnp.bfloat16)).sum()
     assert jax.jit(jax.grad(loss))(jnp.ones(2)).tolist() == [1.0, 1.0]
+
+
+@pytest.mark.usefixtures("as_a_user_calls")
+@pytest.mark.parametrize("function", ["prepare_lens_from_mask", "prepare_cu_seqlens_from_mask"])
+def test_a_float_mask_is_refused(function):
+    with pytest.raises(ValueError, match=r"mask must be boolean, or .* float32; \.astype\(bool"):
+        getattr(utils, function)(jnp.ones((2, 3)))

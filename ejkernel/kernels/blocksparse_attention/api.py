@@ -29,6 +29,7 @@ from ejkernel.kernels.flash_attention.inputs import Inputs, Spec
 from ejkernel.ops import executor
 from ejkernel.ops.executor import Request
 from ejkernel.ops.module import BoundFunction, Module, operation
+from ejkernel.types.arguments import SlidingWindow
 from ejkernel.types.mask import MaskInfo
 
 
@@ -47,7 +48,7 @@ def blocksparse_attention(
     attention_mask: ArrayLike | None = None,
     mask_builder: Callable[..., Mask] | None = None,
     causal: bool = False,
-    sliding_window: int | tuple[int, int] | None = None,
+    sliding_window: SlidingWindow | None = None,
     chunk_size: int | None = None,
     softmax_scale: float | None = None,
     logits_soft_cap: float | None = None,
@@ -81,7 +82,8 @@ def blocksparse_attention(
         mask_builder: `mask_builder(queries, keys, heads, head, group)` gives the `Mask` of a query
             head; `group` is how many of them share a key head.
         causal: query `q` sees keys `k <= q`.
-        sliding_window: `w` or `(left, right)`: `-left <= k - q <= right`.
+        sliding_window: `w` or `(left, right)`: `-left <= k - q <= right`. Either may be traced, as
+            where the layers of a `jax.lax.scan` differ in their windows.
         chunk_size: query and key must lie in the same chunk of this many positions, and the key
             not after the query.
         softmax_scale: by default `head_dim ** -0.5`.

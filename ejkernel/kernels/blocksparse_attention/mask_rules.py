@@ -19,6 +19,7 @@ from ejkernel.kernels.blocksparse_attention.masks import (
 )
 from ejkernel.kernels.common.arguments import as_array
 from ejkernel.kernels.common.masking import Extent
+from ejkernel.types.arguments import boolean
 from ejkernel.types.block_map import EMPTY, FULL, PARTIAL
 from ejkernel.types.rules import And, Band, Blocks, Chunks, Dense, Everything, Or, Rule
 
@@ -51,7 +52,7 @@ def rule_of_blocks(block_mask: ArrayLike, size: int | tuple[int, int], extent: E
             f"{_NAME}: block_mask must have shape {list(grid)}, [heads, ...] or [batch, heads, "
             f"...] for blocks of {block_q} x {block_k}, got {list(given.shape)}."
         )
-    return Blocks(mask if mask.dtype == jnp.bool_ else mask != 0, block_q, block_k)
+    return Blocks(boolean(f"{_NAME}: block_mask", mask), block_q, block_k)
 
 
 def rule_of_builder(

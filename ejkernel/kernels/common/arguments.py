@@ -1,14 +1,21 @@
 """Checks that the attention operations share: one sentence for each mistake."""
 
-import operator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from ejkernel.ops.config import Config
+from ejkernel.types.arguments import int_or_traced
 from ejkernel.xla_utils.concrete import concrete_value
+
+# The dtypes of queries, keys and values; a page cache may have others.
+FLOATING_DTYPES = tuple(
+    map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)),
+)
 
 # Of one array, of several, or left to be chosen.
 Specs = PartitionSpec | tuple[PartitionSpec | None, ...] | None
@@ -59,20 +66,28 @@ def as_specs(specs: Specs | list[PartitionSpec | None]) -> Specs:
     return tuple(specs) if isinstance(specs, list) else specs
 
 
-def window_pair(op: str, window: object) -> tuple[int, int] | None:
-    """A window as (left, right); an int is both."""
+def window_length(op: str, window: object) -> tuple[int | None, jax.Array | None]:
+    """How many of the newest keys a query sees: `(static, None)`, or `(None, [1])` if traced."""
     if window is None:
-        return None
-    try:
-        left, right = window if isinstance(window, tuple | list) else (window, window)
-        left, right = operator.index(left), operator.index(right)  # pyright: ignore[reportArgumentType]
-    except (TypeError, ValueError):
+        return None, None
+    length = int_or_traced(window)
+    if length is None:
+        raise ValueError(f"{op}: sliding_window must be an int, got {window!r}.")
+    if not isinstance(length, int):
+        return None, length.reshape(1)
+    if length < 1:
+        raise ValueError(f"{op}: sliding_window must be positive, got {length}.")
+    return length, None
+
+
+def check_floating(op: str, name: str, dtype: DTypeLike) -> None:
+    """Refuse an argument that is not in one of the floating-point dtypes of the operations."""
+    if jnp.dtype(dtype) not in FLOATING_DTYPES:
+        *first, last = map(str, FLOATING_DTYPES)
         raise ValueError(
-            f"{op}: sliding_window must be an int or a pair (left, right) of ints, got {window!r}."
-        ) from None
-    if left < 0 or right < 0:
-        raise ValueError(f"{op}: sliding_window must not be negative, got {window!r}.")
-    return left, right
+            f"{op}: {name} must be floating point, {', '.join(first)} or {last}, got "
+            f"{jnp.dtype(dtype)}."
+        )
 
 
 def static_number(op: str, name: str, x: object) -> float:
@@ -83,6 +98,51 @@ def static_number(op: str, name: str, x: object) -> float:
         raise ValueError(f"{op}: {name} must be a number known at trace time, got {x!r}.") from None
 
 
+class BatchedArrays(NamedTuple):
+    """Query, key and value with a batch axis; `added` where the caller's had none."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    added: bool
+
+
+def with_batch_axis(op: str, query: object, key: object, value: object) -> BatchedArrays:
+    """The arrays of a call [batch, length, heads, head_dim], or without batch, as arrays with one.
+
+    Raises:
+        ValueError: if some of them have a batch axis and some have none, or a rank is another.
+    """
+    given = {"query": query, "key": key, "value": value}
+    arrays = {name: as_array(op, name, x) for name, x in given.items()}
+    for name, x in arrays.items():
+        if x.ndim not in (3, 4):
+            raise ValueError(
+                f"{op}: {name} must have shape [batch, length, heads, head_dim] or, without a "
+                f"batch, [length, heads, head_dim], got {x.shape}."
+            )
+    shapes = [x.shape for x in arrays.values()]
+    if len({len(shape) for shape in shapes}) > 1:
+        raise ValueError(
+            f"{op}: query, key and value must all have a batch axis or all have none, got "
+            f"{shapes[0]}, {shapes[1]} and {shapes[2]}."
+        )
+    if len(shapes[0]) == 4:
+        return BatchedArrays(**arrays, added=False)
+    return BatchedArrays(
+        **{name: jax.lax.expand_dims(x, (0,)) for name, x in arrays.items()}, added=True
+    )
+
+
+def specs_with_batch_axis(specs: Any) -> Any:
+    """The specs of arrays without a batch axis, for arrays that have one."""
+    if isinstance(specs, PartitionSpec):
+        return PartitionSpec(None, *specs)
+    if isinstance(specs, tuple | list):
+        return tuple(map(specs_with_batch_axis, specs))
+    return specs
+
+
 def check_attention_shapes(op: str, query: jax.Array, key: jax.Array, value: jax.Array) -> None:
     """Query [b, t, n, h], key [b, s, k, h], value [b, s, k, v], n a multiple of k, one dtype."""
     for name, x in (("query", query), ("key", key), ("value", value)):
@@ -90,8 +150,7 @@ def check_attention_shapes(op: str, query: jax.Array, key: jax.Array, value: jax
             raise ValueError(
                 f"{op}: {name} must have shape [batch, length, heads, head_dim], got {x.shape}."
             )
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise ValueError(f"{op}: {name} must be floating point, got {x.dtype}.")
+        check_floating(op, name, x.dtype)
         if x.dtype != query.dtype:
             raise ValueError(
                 f"{op}: query, key and value must have one dtype, got "

@@ -8,9 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.kernels.common.arguments import as_array, cumulative_lengths, window_pair
+from ejkernel.kernels.common.arguments import as_array, cumulative_lengths
+from ejkernel.types.arguments import SlidingWindow, boolean, window_pair
 from ejkernel.types.mask import MaskInfo
 from ejkernel.types.rules import And, Band, Chunks, Dense, Everything, Rule, Segments
+
+# Left and right; each a static int, or one number for every batch row, [1].
+Window = tuple[int | jax.Array, int | jax.Array]
 
 
 class Extent(NamedTuple):
@@ -30,17 +34,21 @@ def attention_rule(
     attention_mask: object,
     causal: bool,
     causal_offset: object,
-    sliding_window: object,
+    sliding_window: SlidingWindow | None,
     cum_seqlens_q: object = None,
     cum_seqlens_k: object = None,
+    batched: bool = True,
 ) -> Rule:
-    """The rule of a call: the conjunction of all its mask arguments."""
+    """The rule of a call: the conjunction of all its mask arguments.
+
+    `batched` says whether the arrays of the call had a batch axis, and so its masks.
+    """
     rule: Rule = Everything()
     if mask_info is not None:
         rule = _from_mask_info(op, extent, mask_info)
     if attention_mask is not None:
-        rule = rule & Dense(dense_mask(op, extent, attention_mask))
-    window = window_pair(op, sliding_window)
+        rule = rule & Dense(dense_mask(op, extent, attention_mask, batched))
+    window = _window(op, sliding_window)
     if not causal and not _is_zero(causal_offset):
         raise ValueError(f"{op}: causal_offset needs causal=True.")
     if cum_seqlens_q is not None:
@@ -55,6 +63,15 @@ def attention_rule(
     return rule
 
 
+def _window(op: str, window: SlidingWindow | None) -> Window | None:
+    """A window as (left, right), what is traced as [1]: one number for every batch row."""
+    if window is None:
+        return None
+    left, right = window_pair(f"{op}: sliding_window", window)
+    batched = lambda x: x if isinstance(x, int) else x.reshape(1)
+    return batched(left), batched(right)
+
+
 def chunk_rule(op: str, size: object) -> Rule:
     """Causal attention inside chunks of `size` positions."""
     if size is None:
@@ -64,21 +81,31 @@ def chunk_rule(op: str, size: object) -> Rule:
     return And((Chunks(operator.index(size)), Band(None, 0)))
 
 
-def dense_mask(op: str, extent: Extent, mask: object) -> jax.Array:
-    """A mask of rank 2 [b, s] (keys that are there), 3 [b, t, s] or 4 as [#b, #n, #t, #s]."""
-    mask = given = as_array(op, "attention_mask", mask)
-    if mask.dtype != jnp.bool_:
-        mask = mask != 0
-    if mask.ndim == 2:
+def dense_mask(op: str, extent: Extent, mask: object, batched: bool = True) -> jax.Array:
+    """A mask of rank 2 [b, s] (keys that are there), 3 [b, t, s] or 4 as [#b, #n, #t, #s].
+
+    In a call without a batch axis [s], [t, s] and [n, t, s]. What has a batch of 1 there all the
+    same means the same.
+    """
+    given = as_array(op, "attention_mask", mask)
+    mask = boolean(
+        f"{op}: attention_mask", given, ", and what is added to the logits is the argument bias="
+    )
+    if not batched and 0 < mask.ndim < 4:
+        mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+    elif mask.ndim == 2:
         mask = mask[:, None, None, :]
     elif mask.ndim == 3:
         mask = mask[:, None]
     if mask.ndim != 4 or any(
         size not in (1, full) for size, full in zip(mask.shape, extent, strict=True)
     ):
+        shapes = "[batch, keys], [batch, queries, keys] or [batch, heads, queries, keys]"
+        if not batched:
+            shapes = "[keys], [queries, keys] or [heads, queries, keys]"
         raise ValueError(
-            f"{op}: attention_mask must have shape [batch, keys], [batch, queries, keys] or "
-            f"[batch, heads, queries, keys], here {tuple(extent)}, got {given.shape}."
+            f"{op}: attention_mask must have shape {shapes}, "
+            f"here {tuple(extent)[not batched :]}, got {given.shape}."
         )
     return mask
 
@@ -123,7 +150,7 @@ class _Packing(NamedTuple):
     positions: jax.Array | None  # [1, t]: index of that key; None: the query's own index
     count: int
 
-    def rule(self, op: str, causal: bool, offset: object, window: tuple[int, int] | None) -> Rule:
+    def rule(self, op: str, causal: bool, offset: object, window: Window | None) -> Rule:
         rule: Rule = self.segments
         if causal:
             shift = _offset(op, offset, self.count, "sequence")

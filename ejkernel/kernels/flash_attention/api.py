@@ -1,5 +1,6 @@
 """The call: what it takes, what it means, how it becomes `Inputs` and `Spec`."""
 
+import dataclasses
 from typing import ClassVar, Final, Literal, NamedTuple, overload
 
 import jax
@@ -7,10 +8,15 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import ArrayLike
 
-from ejkernel.kernels.common.arguments import as_array, check_attention_shapes, static_number
+from ejkernel.kernels.common.arguments import (
+    check_attention_shapes,
+    specs_with_batch_axis,
+    with_batch_axis,
+)
 from ejkernel.kernels.common.attention import (
     bias_of_rank_four,
     bound_of_logits,
+    dropout_seed,
     scale_of_logits,
     sinks_per_head,
 )
@@ -22,6 +28,7 @@ from ejkernel.ops import executor
 from ejkernel.ops.executor import Request
 from ejkernel.ops.implementation import Op
 from ejkernel.ops.module import BoundFunction, Module, operation
+from ejkernel.types.arguments import SlidingWindow
 from ejkernel.types.mask import MaskInfo
 
 
@@ -40,7 +47,7 @@ def flash_attention(
     softmax_scale: float | None = None,
     causal: bool = False,
     causal_offset: int | ArrayLike = 0,
-    sliding_window: int | tuple[int, int] | None = None,
+    sliding_window: SlidingWindow | None = None,
     logits_soft_cap: float | None = None,
     dropout_prob: float = 0.0,
     dropout_seed: int | ArrayLike | None = None,
@@ -68,7 +75,7 @@ def flash_attention(
     softmax_scale: float | None = None,
     causal: bool = False,
     causal_offset: int | ArrayLike = 0,
-    sliding_window: int | tuple[int, int] | None = None,
+    sliding_window: SlidingWindow | None = None,
     logits_soft_cap: float | None = None,
     dropout_prob: float = 0.0,
     dropout_seed: int | ArrayLike | None = None,
@@ -96,7 +103,7 @@ def flash_attention(
     softmax_scale: float | None = None,
     causal: bool = False,
     causal_offset: int | ArrayLike = 0,
-    sliding_window: int | tuple[int, int] | None = None,
+    sliding_window: SlidingWindow | None = None,
     logits_soft_cap: float | None = None,
     dropout_prob: float = 0.0,
     dropout_seed: int | ArrayLike | None = None,
@@ -118,7 +125,8 @@ def flash_attention(
     exactly 0. Query head `i` uses key head `i // (heads // kv_heads)`.
 
     Args:
-        query: `[batch, queries, heads, head_dim]`; with `cum_seqlens_q` also without the batch.
+        query: `[batch, queries, heads, head_dim]`; all arrays and results of a call may also come
+            without the batch.
         key: `[batch, keys, kv_heads, head_dim]`; `heads` is a multiple of `kv_heads`.
         value: `[batch, keys, kv_heads, value_dim]`.
         bias: added to the scaled logits; broadcastable to `[batch, heads, queries, keys]`.
@@ -127,17 +135,18 @@ def flash_attention(
         cum_seqlens_k: the same for the keys, by default `cum_seqlens_q`.
         softmax_aux: attention sinks, `[sinks]` for all heads or `[heads, sinks]`.
         mask_info: a `MaskInfo`; its batch may be 1.
-        attention_mask: True (or nonzero) where a key may be seen: `[batch, keys]`,
+        attention_mask: boolean or integer, True (or 1) where a key may be seen: `[batch, keys]`,
             `[batch, queries, keys]` or `[batch, heads, queries, keys]`.
         softmax_scale: by default `head_dim ** -0.5`.
         causal: query `q` sees keys `k <= q + causal_offset`.
         causal_offset: a number, or one per batch row (packed: one per sequence). For queries at the
             end of the keys pass `keys - queries`.
-        sliding_window: `w` or `(left, right)`: `-left <= k - q <= right`.
+        sliding_window: `w` or `(left, right)`: `-left <= k - q <= right`. Either may be traced, as
+            where the layers of a `jax.lax.scan` differ in their windows.
         logits_soft_cap: bound of the logits.
         dropout_prob: probability with which a weight is dropped, in [0, 1).
-        dropout_seed: an integer; the bits depend on it and on (batch, head, query, key) alone, not
-            on platform, blocks or sharding. By default 0.
+        dropout_seed: an integer or a `jax.random.key`, needed for dropout; the bits depend on it
+            and on (batch, head, query, key) alone, not on platform, blocks or sharding.
         return_lse: also return the log-sum-exp.
         platform: "xla", "pallas", "triton", "cuda", or None for the best that supports the call.
         cfg: blocks and launch parameters; by default chosen for the call.
@@ -191,7 +200,7 @@ class MaskArguments(NamedTuple):
     attention_mask: ArrayLike | None
     causal: bool
     causal_offset: int | ArrayLike
-    sliding_window: int | tuple[int, int] | None
+    sliding_window: SlidingWindow | None
 
 
 class SoftmaxArguments(NamedTuple):
@@ -201,6 +210,7 @@ class SoftmaxArguments(NamedTuple):
     logits_soft_cap: float | None
     dropout_prob: float
     dropout_seed: int | ArrayLike | None
+    broadcast_dropout: bool = False  # the same weights in all batch rows and heads
 
 
 def attend(
@@ -213,12 +223,13 @@ def attend(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Check the arguments of `op`, flash attention under one of its names, and run the call."""
     name = op.name
-    query = as_array(name, "query", operands.query)
-    key = as_array(name, "key", operands.key)
-    value = as_array(name, "value", operands.value)
-    packed_rank = query.ndim == 3 and operands.cum_seqlens_q is not None
-    if packed_rank:
-        query, key, value = query[None], key[None], value[None]
+    query, key, value, bare = with_batch_axis(name, operands.query, operands.key, operands.value)
+    if bare:
+        request = dataclasses.replace(
+            request,
+            in_specs=specs_with_batch_axis(request.in_specs),
+            out_specs=specs_with_batch_axis(request.out_specs),
+        )
     check_attention_shapes(name, query, key, value)
     extent = Extent(query.shape[0], query.shape[2], query.shape[1], key.shape[1])
     inputs = Inputs(
@@ -233,8 +244,9 @@ def attend(
             **mask._asdict(),
             cum_seqlens_q=operands.cum_seqlens_q,
             cum_seqlens_k=operands.cum_seqlens_k,
+            batched=not bare,
         ),
-        dropout=_dropout(name, softmax.dropout_prob, softmax.dropout_seed, extent),
+        dropout=_dropout(name, softmax, extent),
     )
     spec = Spec(
         softmax_scale=scale_of_logits(name, softmax.softmax_scale, query.shape[3]),
@@ -246,28 +258,17 @@ def attend(
         lse = jnp.full((extent.batch, extent.heads, extent.queries), -jnp.inf, jnp.float32)
     else:
         out, lse = executor.run(op, inputs, spec, request)
-    if packed_rank:
-        out, lse = out[0], lse[0]
+    if bare:
+        out, lse = out.reshape(out.shape[1:]), lse.reshape(lse.shape[1:])
     return (out, lse) if return_lse else out
 
 
-def _dropout(
-    op: str, probability: float, seed: int | ArrayLike | None, extent: Extent
-) -> Dropout | None:
-    if not 0.0 <= static_number(op, "dropout_prob", probability) < 1.0:
-        raise ValueError(f"{op}: dropout_prob must be in [0, 1), got {probability}.")
-    if probability == 0.0:
+def _dropout(op: str, softmax: SoftmaxArguments, extent: Extent) -> Dropout | None:
+    seed = dropout_seed(op, softmax.dropout_prob, softmax.dropout_seed)
+    if seed is None:
         return None
-    seed = as_array(op, "dropout_seed", 0 if seed is None else seed)
-    if seed.ndim or not jnp.issubdtype(seed.dtype, jnp.integer):
-        raise ValueError(
-            f"{op}: dropout_seed must be one integer, got {seed.dtype}{list(seed.shape)}."
-        )
-    return Dropout(
-        seed,
-        jnp.arange(extent.batch, dtype=jnp.int32),
-        jnp.arange(extent.heads, dtype=jnp.int32),
-    )
+    index = jnp.zeros if softmax.broadcast_dropout else jnp.arange
+    return Dropout(seed, index(extent.batch, dtype=jnp.int32), index(extent.heads, dtype=jnp.int32))
 
 
 class FlashAttention(Module):

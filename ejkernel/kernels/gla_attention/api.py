@@ -11,8 +11,11 @@ from jax.typing import ArrayLike
 from ejkernel.kernels.common.arguments import (
     as_array,
     check_attention_shapes,
+    check_floating,
     cumulative_lengths,
+    specs_with_batch_axis,
     static_number,
+    with_batch_axis,
 )
 from ejkernel.kernels.gla_attention import OP
 from ejkernel.kernels.gla_attention.config import GLAttentionConfig
@@ -95,7 +98,8 @@ def gla_attention(
     memory are linear in the length.
 
     Args:
-        query: `[batch, length, heads, head_dim]`; with `cu_seqlens` also without the batch.
+        query: `[batch, length, heads, head_dim]`; all arrays and results of a call may also come
+            without the batch.
         key: `[batch, length, kv_heads, head_dim]`; `heads` is a multiple of `kv_heads`.
         value: `[batch, length, kv_heads, value_dim]`.
         gate: `[batch, length, kv_heads, head_dim]`, or `[batch, length, kv_heads]` for one that all
@@ -161,11 +165,7 @@ def recur(
 ) -> tuple[jax.Array, jax.Array]:
     """The output and the state after it: what every linear recurrence comes to."""
     name = op.name
-    query, key, value = (
-        as_array(name, label, x) for label, x in (("query", query), ("key", key), ("value", value))
-    )
-    bare = recurrence.cu_seqlens is not None and query.ndim == 3
-    query, key, value = (_batched(x, bare) for x in (query, key, value))
+    query, key, value, bare = with_batch_axis(name, query, key, value)
     check_attention_shapes(name, query, key, value)
     if key.shape[1] != query.shape[1]:
         raise ValueError(
@@ -184,8 +184,10 @@ def recur(
         out, state = executor.run(
             op, inputs, spec, _canonical(request, inputs.cu_seqlens is not None, bare)
         )
-    state = state.reshape(-1, *state.shape[2:])
-    return (out.reshape(out.shape[1:]) if bare else out), state
+    if not bare:
+        return out, state.reshape(-1, *state.shape[2:])
+    sequences = () if recurrence.cu_seqlens is None else (-1,)
+    return out.reshape(out.shape[1:]), state.reshape(*sequences, *state.shape[2:])
 
 
 def _inputs(
@@ -205,29 +207,32 @@ def _inputs(
     if gate is not None:
         gate = _batched(gate, bare)
         if gate.shape not in ((batch, tokens, heads), (batch, tokens, heads, rows)):
+            first = "" if bare else "batch, "
             raise ValueError(
-                f"{op}: gate must be [batch, length, kv_heads] or [batch, length, kv_heads, "
-                f"head_dim] = {[batch, tokens, heads, rows]}, got {list(gate.shape)}."
+                f"{op}: gate must be [{first}length, kv_heads] or [{first}length, kv_heads, "
+                f"head_dim] = {[batch, tokens, heads, rows][bare:]}, got {list(gate.shape)[bare:]}."
             )
         gate = gate.reshape(batch, tokens, heads, -1)
     gv = _given(op, "gv", given.gv)
     if gv is not None:
         gv = _batched(gv, bare)
         if gv.shape != value.shape:
+            first = "" if bare else "batch, "
             raise ValueError(
-                f"{op}: gv must be [batch, length, kv_heads, value_dim] = {list(value.shape)}, "
-                f"got {list(gv.shape)}."
+                f"{op}: gv must be [{first}length, kv_heads, value_dim] = "
+                f"{list(value.shape)[bare:]}, got {list(gv.shape)[bare:]}."
             )
     count = batch if cu_seqlens is None else cu_seqlens.shape[1] - 1
     state = _given(op, given.state_name, given.state)
     if state is not None:
-        if state.shape != (count, heads, rows, columns):
-            per = "batch" if cu_seqlens is None else "sequences"
+        alone = bare and cu_seqlens is None
+        if state.shape != (count, heads, rows, columns)[alone:]:
+            per = "" if alone else "batch, " if cu_seqlens is None else "sequences, "
             raise ValueError(
-                f"{op}: {given.state_name} must be [{per}, kv_heads, head_dim, value_dim] = "
-                f"{[count, heads, rows, columns]}, got {list(state.shape)}."
+                f"{op}: {given.state_name} must be [{per}kv_heads, head_dim, value_dim] = "
+                f"{[count, heads, rows, columns][alone:]}, got {list(state.shape)}."
             )
-        state = state.reshape(batch, -1, *state.shape[1:])
+        state = state.reshape(batch, -1, *state.shape[-3:])
     return Inputs(
         query,
         key,
@@ -258,33 +263,37 @@ def _given(op: str, name: str, x: Any) -> jax.Array | None:
     if x is None:
         return None
     x = as_array(op, name, x)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(f"{op}: {name} must be floating point, got {x.dtype}.")
+    check_floating(op, name, x.dtype)
     return x
 
 
 def _batched(x: jax.Array, bare: bool) -> jax.Array:
-    """Packed tokens without a batch axis get one."""
+    """What belongs to tokens without a batch axis gets one."""
     return x.reshape(1, *x.shape) if bare else x
 
 
 def _canonical(request: Request, packed: bool, bare: bool) -> Request:
     """The request with specs for arrays as they travel: a batch of tokens, states by sequence."""
-    into, out = (
-        tuple(x) if isinstance(x, list | tuple) and not isinstance(x, PartitionSpec) else x
-        for x in (request.in_specs, request.out_specs)
-    )
-    if isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], PartitionSpec):
-        first, *rest = out[1]
-        out = (
-            out[0],
-            PartitionSpec(None, first, *rest) if packed else PartitionSpec(first, None, *rest),
-        )
+    into: Any = request.in_specs
+    out: Any = request.out_specs
+    several = isinstance(out, tuple) and not isinstance(out, PartitionSpec)
+    first, *states = out if several else (out,)
+    if len(states) == 1 and isinstance(states[0], PartitionSpec):
+        states = [_spec_of_states(states[0], packed, bare)]
     if bare:
-        lift = lambda spec: PartitionSpec(None, *spec) if isinstance(spec, PartitionSpec) else spec
-        into = tuple(map(lift, into)) if isinstance(into, tuple) else into
-        out = (lift(out[0]), *out[1:]) if isinstance(out, tuple) else lift(out)
+        into, first = specs_with_batch_axis(into), specs_with_batch_axis(first)
+    out = (first, *states) if several else first
     return dataclasses.replace(request, in_specs=into, out_specs=out)
+
+
+def _spec_of_states(spec: PartitionSpec, packed: bool, bare: bool) -> PartitionSpec:
+    """The spec of states [batch, sequences, ...] from that of states as the caller sees them."""
+    entries = tuple(spec)
+    if packed:
+        return PartitionSpec(None, *entries)
+    if bare:
+        return PartitionSpec(None, None, *entries)
+    return PartitionSpec(*entries[:1], None, *entries[1:])
 
 
 def _nothing(inputs: Inputs) -> tuple[jax.Array, jax.Array]:

@@ -1,7 +1,7 @@
 """A matmul in which every row has the weight of its group: mixture of experts."""
 
 from ejkernel.kernels.grouped_matmul.config import GroupedMatmulConfig
-from ejkernel.kernels.grouped_matmul.inputs import Outputs, sample
+from ejkernel.kernels.grouped_matmul.inputs import Outputs, sample, share, unsplittable
 from ejkernel.ops.implementation import Op, Source
 from ejkernel.ops.platform import Backend, Platform
 
@@ -18,7 +18,14 @@ OP = Op(
     ],
     operands=("inputs", "weights", "group_ids", "group_offset", "existing_out"),
     shardable=frozenset("rekn"),
+    unsplittable=unsplittable,
+    share=share,
     contracted=frozenset("ek"),
+    sharding_hints={
+        "r": "; rows are split with group_ids",
+        "e": "; existing_out is added to one result",
+        "k": "; existing_out is added to one result",
+    },
     bucketed=frozenset("br"),
     tuning_inputs=sample,
 )

@@ -9,7 +9,13 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from ejkernel.kernels.common.arguments import Specs, as_array, as_specs, known_values
+from ejkernel.kernels.common.arguments import (
+    Specs,
+    as_array,
+    as_specs,
+    check_floating,
+    known_values,
+)
 from ejkernel.kernels.grouped_matmul import OP
 from ejkernel.kernels.grouped_matmul.config import GroupedMatmulConfig
 from ejkernel.kernels.grouped_matmul.inputs import (
@@ -167,9 +173,10 @@ def _matrices(
             f"grouped_matmul: the k of inputs [rows, k] and weights {shape} must be one, "
             f"got {inputs.shape} and {weights.shape}."
         )
-    if inputs.dtype != weights.dtype or not jnp.issubdtype(inputs.dtype, jnp.floating):
+    check_floating("grouped_matmul", "inputs", inputs.dtype)
+    if inputs.dtype != weights.dtype:
         raise ValueError(
-            "grouped_matmul: inputs and weights must have one floating-point dtype, "
+            "grouped_matmul: inputs and weights must have one dtype, "
             f"got {inputs.dtype} and {weights.dtype}."
         )
     return inputs, weights

@@ -6,6 +6,7 @@ arrays have a batch axis `b`; those that are not mapped have none.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -67,6 +68,20 @@ class Spec:
 
     def output_dtype(self, inputs: Inputs) -> np.dtype:
         return jnp.dtype(self.preferred_element_type or inputs.inputs.dtype)
+
+
+def unsplittable(inputs: Inputs) -> frozenset[str]:
+    """Rows need ids to be split; what some rows have already would be summed several times."""
+    rows = frozenset() if inputs.group_sizes is None else frozenset("r")
+    return rows if inputs.existing_out is None else rows | frozenset("ek")
+
+
+def share(inputs: Inputs, starts: Mapping[str, jax.Array]) -> Inputs:
+    """The inputs of one device: it has the weights of its own groups."""
+    if inputs.groups is not None or "e" not in starts:
+        return inputs
+    groups = starts["e"] + jnp.arange(inputs.weights.shape[0], dtype=jnp.int32)
+    return inputs._replace(groups=groups)
 
 
 def local_ids(inputs: Inputs) -> Int[Array, "*rows"]:

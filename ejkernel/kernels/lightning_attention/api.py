@@ -99,7 +99,8 @@ def lightning_attention(
     so that deeper layers remember longer. Without any of the three it is that of layer 0.
 
     Args:
-        query: `[batch, length, heads, head_dim]`; with `cu_seqlens` also without the batch.
+        query: `[batch, length, heads, head_dim]`; all arrays and results of a call may also come
+            without the batch.
         key: `[batch, length, kv_heads, head_dim]`; `heads` is a multiple of `kv_heads`.
         value: `[batch, length, kv_heads, value_dim]`.
         decay: the factor in (0, 1] by which a state fades from token to token: a number,

@@ -7,13 +7,20 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import ArrayLike
 
-from ejkernel.kernels.common.arguments import Specs, as_array, as_specs, cumulative_lengths
+from ejkernel.kernels.common.arguments import (
+    Specs,
+    as_array,
+    as_specs,
+    check_floating,
+    cumulative_lengths,
+)
 from ejkernel.kernels.mean_pooling import OP
 from ejkernel.kernels.mean_pooling.config import MeanPoolingConfig
 from ejkernel.kernels.mean_pooling.inputs import Inputs, Spec
 from ejkernel.ops import executor
 from ejkernel.ops.executor import Request
 from ejkernel.ops.module import BoundFunction, Module, operation
+from ejkernel.types.arguments import boolean
 
 
 @operation
@@ -38,8 +45,8 @@ def mean_pooling(
     Args:
         x: `[batch, length, hidden]`, a sequence in every row; with `cu_seqlens` packed sequences,
             `[tokens, hidden]` or `[1, tokens, hidden]`.
-        attention_mask: `[batch, length]`, True or nonzero where a token is valid; by default all
-            are. It is not a weight and has no gradient.
+        attention_mask: `[batch, length]`, boolean or integer, True or nonzero where a token is
+            valid; by default all are.
         cu_seqlens: `[0, l1, l1 + l2, ...]`: where the packed sequences begin and end. Tokens past
             the last sequence are ignored.
         platform: "xla", "pallas", "triton", "cuda", or None for the best that supports the call.
@@ -64,8 +71,7 @@ def mean_pooling(
     [[1.0], [5.5]]
     """
     x = as_array("mean_pooling", "x", x)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(f"mean_pooling: x must be floating point, got {x.dtype}.")
+    check_floating("mean_pooling", "x", x.dtype)
     specs, result_specs = as_specs(in_specs), as_specs(out_specs)
     if cu_seqlens is None:
         inputs = _padded(x, attention_mask)
@@ -107,7 +113,7 @@ def _padded(x: jax.Array, mask: ArrayLike | None) -> Inputs:
             f"mean_pooling: attention_mask must be [batch, length] = {list(x.shape[:2])}, "
             f"got {list(mask.shape)}{hint}."
         )
-    return Inputs(x, mask if mask.dtype == jnp.bool_ else mask != 0)
+    return Inputs(x, boolean("mean_pooling: attention_mask", mask))
 
 
 def _packed(

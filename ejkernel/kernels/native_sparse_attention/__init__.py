@@ -15,6 +15,7 @@ OP = Op(
     ],
     operands=("query", "key", "value", "g_cmp", "g_slc", "g_swa"),
     shardable=frozenset("bnk"),
+    later_inputs=frozenset({"traced_window"}),
     bucketed=frozenset("bt"),
     grouped_axes={"k": "n"},
     sharding_hints={"t": "; every token may choose blocks from all of its sequence"},

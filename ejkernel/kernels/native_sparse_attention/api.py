@@ -12,8 +12,10 @@ from jax.typing import ArrayLike
 from ejkernel.kernels.common.arguments import (
     as_array,
     check_attention_shapes,
+    check_floating,
     cumulative_lengths,
     known_values,
+    window_length,
 )
 from ejkernel.kernels.common.attention import scale_of_logits
 from ejkernel.kernels.native_sparse_attention import OP
@@ -40,7 +42,7 @@ def native_sparse_attention(
     cu_seqlens: ArrayLike | None = None,
     *,
     block_size: int = 64,
-    sliding_window: int | None = None,
+    sliding_window: int | ArrayLike | None = None,
     softmax_scale: float | None = None,
     return_block_indices: Literal[False] = False,
     platform: str | None = None,
@@ -64,7 +66,7 @@ def native_sparse_attention(
     cu_seqlens: ArrayLike | None = None,
     *,
     block_size: int = 64,
-    sliding_window: int | None = None,
+    sliding_window: int | ArrayLike | None = None,
     softmax_scale: float | None = None,
     return_block_indices: Literal[True],
     platform: str | None = None,
@@ -88,7 +90,7 @@ def native_sparse_attention(
     cu_seqlens: ArrayLike | None = None,
     *,
     block_size: int = 64,
-    sliding_window: int | None = None,
+    sliding_window: int | ArrayLike | None = None,
     softmax_scale: float | None = None,
     return_block_indices: bool = False,
     platform: str | None = None,
@@ -127,7 +129,7 @@ def native_sparse_attention(
         cu_seqlens: `[0, l1, l1 + l2, ...]`, sequences packed into one row.
         block_size: keys in a block.
         sliding_window: the window branch sees this many of the newest keys, the token's own
-            included; without it there is no window branch.
+            included; without it there is no window branch. It may be traced.
         softmax_scale: by default `head_dim ** -0.5`.
         return_block_indices: also return the blocks, for another call.
         platform: "xla", "pallas", "triton", "cuda", or None for the best that supports the call.
@@ -165,7 +167,8 @@ def native_sparse_attention(
         raise ValueError(
             f"{_NAME}: query and key must have one length, got {query.shape[1]} and {key.shape[1]}."
         )
-    spec = _spec(query.shape[3], block_size, sliding_window, softmax_scale, cfg)
+    window, traced_window = window_length(_NAME, sliding_window)
+    spec = _spec(query.shape[3], block_size, window, softmax_scale, cfg)
     gates = {
         name: _gate(name, gate, query, packed_rank)
         for name, gate in (("g_cmp", g_cmp), ("g_slc", g_slc), ("g_swa", g_swa))
@@ -175,6 +178,11 @@ def native_sparse_attention(
     cu_seqlens = _cumulative(cu_seqlens, query)
     lists = _Lists(query.shape[0], query.shape[1], key.shape[2], spec.block_size)
     if block_indices is None:
+        if not isinstance(query.shape[1], int):
+            raise ValueError(
+                "native_sparse_attention: choosing blocks needs a known length, got "
+                f"{query.shape[1]}; give block_indices=."
+            )
         count = min(_count(block_counts), lists.blocks)
         chosen = select_blocks(query, key, cu_seqlens, spec, count)
     else:
@@ -185,7 +193,15 @@ def native_sparse_attention(
     else:
         # Lists without an entry say what an entry of no block says.
         named = chosen if chosen.shape[-1] else jnp.full((*chosen.shape[:3], 1), -1, jnp.int32)
-        inputs = Inputs(query, key, value, named, **gates, cu_seqlens=cu_seqlens)
+        inputs = Inputs(
+            query,
+            key,
+            value,
+            named,
+            **gates,
+            cu_seqlens=cu_seqlens,
+            traced_window=traced_window,
+        )
         request = Request(platform, cfg, mesh, in_specs, out_specs)
         out = executor.run(OP, inputs, spec, request).out
     if packed_rank:
@@ -275,15 +291,16 @@ def _gate(name: str, gate: Any, query: jax.Array, packed_rank: bool) -> jax.Arra
     if gate is None:
         return None
     gate = _batched(as_array(_NAME, name, gate), packed_rank)
-    if gate.shape != query.shape[:3] or not jnp.issubdtype(gate.dtype, jnp.floating):
+    check_floating(_NAME, name, gate.dtype)
+    if gate.shape != query.shape[:3]:
         raise ValueError(
-            f"{_NAME}: {name} must be floating point [batch, length, heads] = "
-            f"{list(query.shape[:3])}, got {gate.dtype}{list(gate.shape)}."
+            f"{_NAME}: {name} must be [batch, length, heads] = {list(query.shape[:3])}, "
+            f"got {list(gate.shape)}."
         )
     return gate
 
 
-def _spec(head_dim: int, block_size: Any, window: Any, scale: Any, cfg: Any) -> Spec:
+def _spec(head_dim: int, block_size: Any, window: int | None, scale: Any, cfg: Any) -> Spec:
     block_size = _positive("block_size", block_size)
     if isinstance(cfg, NativeSparseAttentionConfig) and cfg.block_size != block_size:
         raise ValueError(
@@ -293,7 +310,7 @@ def _spec(head_dim: int, block_size: Any, window: Any, scale: Any, cfg: Any) -> 
     return Spec(
         softmax_scale=scale_of_logits(_NAME, scale, head_dim),
         block_size=block_size,
-        sliding_window=None if window is None else _positive("sliding_window", window),
+        sliding_window=window,
     )
 
 

@@ -16,6 +16,7 @@ class Inputs(NamedTuple):
         block_indices: for every token and key head its blocks, counted from the start of the
             token's sequence; entries that are none of its blocks, -1 among them, count for nothing.
         cu_seqlens: where the sequences packed into every row begin, and where the last one ends.
+        traced_window: stands for `Spec.sliding_window` where that is known only at run time.
     """
 
     query: Float[Array, "b t n h"]
@@ -26,6 +27,7 @@ class Inputs(NamedTuple):
     g_slc: Float[Array, "b t n"] | None = None
     g_swa: Float[Array, "b t n"] | None = None
     cu_seqlens: Int[Array, "u"] | None = None
+    traced_window: Int[Array, "#b"] | None = None
 
 
 class Outputs(NamedTuple):
@@ -64,6 +66,9 @@ def sample(inputs: Inputs, drawn: Inputs, spec: Spec) -> Inputs:
     if bounds is not None and _unknown(bounds):
         even = jnp.linspace(0, inputs.query.shape[1], bounds.shape[0])
         drawn = drawn._replace(cu_seqlens=even.astype(bounds.dtype))
+    if inputs.traced_window is not None and _unknown(inputs.traced_window):
+        whole = jnp.full(inputs.traced_window.shape, inputs.query.shape[1], jnp.int32)
+        drawn = drawn._replace(traced_window=whole)
     if _unknown(inputs.block_indices):
         shape = inputs.block_indices.shape
         own = jnp.arange(shape[1], dtype=jnp.int32)[:, None, None] // spec.block_size

@@ -40,8 +40,11 @@ def forward(inputs: Inputs, spec: Spec, round: Round = lambda x: x) -> Outputs:
             jnp.einsum("ts,bskd->btkd", members.astype(dtype), x) / spec.block_size
         )
         out += _gated(inputs.g_cmp, attend(mean(key), mean(value), past & ends), prepare)
-    if spec.sliding_window is not None:
-        near = index > index[:, None] - spec.sliding_window
+    window = spec.sliding_window
+    if inputs.traced_window is not None:
+        window = inputs.traced_window[:, None, None, None]
+    if window is not None:
+        near = index > index[:, None] - window
         out += _gated(inputs.g_swa, attend(key, value, past & near), prepare)
     return Outputs(out.astype(inputs.query.dtype))
 

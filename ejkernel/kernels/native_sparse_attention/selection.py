@@ -38,7 +38,8 @@ def select_blocks(
     means = jnp.moveaxis(geometry.pooled(key, pools, spec), 1, 2)  # [b, k, blocks, h]
     blocks = jnp.arange(means.shape[2], dtype=jnp.int32)
 
-    rows = max(1, min(t, _LARGEST_TILE // (b * n * means.shape[2])))
+    batch = b if isinstance(b, int) else 1  # of an exported program, not known
+    rows = max(1, min(t, _LARGEST_TILE // (batch * n * means.shape[2])))
     tiles = -(-t // rows)
     cut = lambda x, axis: _cut(x, axis, tiles, rows)
 

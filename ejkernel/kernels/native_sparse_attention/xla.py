@@ -75,7 +75,7 @@ def run_backward(
 
     g_slc, g_cmp, g_swa = d_gates
     totals = (sum(parts) for parts in zip(*d_arrays, strict=True))
-    gradients = (*totals, None, g_cmp, g_slc, g_swa, None)
+    gradients = (*totals, None, g_cmp, g_slc, g_swa, None, None)
     return Inputs(
         *(None if d is None else d.astype(x.dtype) for d, x in zip(gradients, given, strict=True))  # pyright: ignore
     )
@@ -85,8 +85,9 @@ def _dense(inputs: Inputs, at: Tokens, spec: Spec) -> tuple[Dense | None, Dense 
     compressed = windowed = None
     if inputs.g_cmp is not None:
         compressed = xla_dense.compressed(inputs, at, spec)
-    if spec.sliding_window is not None:
-        windowed = xla_dense.windowed(inputs, at, spec.sliding_window)
+    window = spec.sliding_window if inputs.traced_window is None else inputs.traced_window
+    if window is not None:
+        windowed = xla_dense.windowed(inputs, at, window)
     return compressed, windowed
 
 

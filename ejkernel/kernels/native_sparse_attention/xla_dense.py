@@ -35,7 +35,7 @@ class Dense(NamedTuple):
         return d_query, *(_spread(d, self.pools, spec) for d in (d_key, d_value))
 
 
-def windowed(inputs: Inputs, at: Tokens, window: int) -> Dense:
+def windowed(inputs: Inputs, at: Tokens, window: int | jax.Array) -> Dense:
     """The `window` newest keys of each token, its own included."""
     rule: Rule = Band(1 - window, 0)
     if inputs.cu_seqlens is not None:

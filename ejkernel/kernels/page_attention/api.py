@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any, ClassVar, Final, Literal, overload
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import ArrayLike
@@ -37,7 +38,7 @@ def page_attention(
     *,
     softmax_aux: ArrayLike | None = None,
     softmax_scale: float | None = None,
-    sliding_window: int | None = None,
+    sliding_window: int | ArrayLike | None = None,
     logits_soft_cap: float | None = None,
     kv_layout: str = "NHD",
     k_scale: ArrayLike | None = None,
@@ -61,7 +62,7 @@ def page_attention(
     *,
     softmax_aux: ArrayLike | None = None,
     softmax_scale: float | None = None,
-    sliding_window: int | None = None,
+    sliding_window: int | ArrayLike | None = None,
     logits_soft_cap: float | None = None,
     kv_layout: str = "NHD",
     k_scale: ArrayLike | None = None,
@@ -85,7 +86,7 @@ def page_attention(
     *,
     softmax_aux: ArrayLike | None = None,
     softmax_scale: float | None = None,
-    sliding_window: int | None = None,
+    sliding_window: int | ArrayLike | None = None,
     logits_soft_cap: float | None = None,
     kv_layout: str = "NHD",
     k_scale: ArrayLike | None = None,
@@ -122,7 +123,8 @@ def page_attention(
             past the length are not looked at.
         softmax_aux: attention sinks, `[sinks]` for all heads or `[heads, sinks]`.
         softmax_scale: by default `head_dim ** -0.5`.
-        sliding_window: how many tokens a query sees, itself included.
+        sliding_window: how many tokens a query sees, itself included. It may be traced, which
+            only XLA supports.
         logits_soft_cap: bound of the logits.
         kv_layout: "NHD" as above, "HND" `[num_blocks, kv_heads, block_size, head_dim]`, or "HNPD"
             `[kv_heads, num_blocks, block_size, head_dim]`.
@@ -176,9 +178,10 @@ def page_attention(
                 f"{name}: {what} must have one row for each of the {batch} sequences, "
                 f"got {list(x.shape)}."
             )
+    numbers = np if isinstance(batch, int) else jnp  # NumPy's can be checked, if there are so many
     sequences = Sequences(
-        np.zeros((batch, 1), np.int32),
-        np.full((batch, 1), queries, np.int32),
+        numbers.zeros((batch, 1), jnp.int32),
+        numbers.full((batch, 1), queries, jnp.int32),
         lengths[:, None],
         table[:, None],
     )

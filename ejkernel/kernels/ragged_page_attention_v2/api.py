@@ -43,7 +43,7 @@ def ragged_page_attention_v2(
     *,
     softmax_aux: ArrayLike | None = None,
     softmax_scale: float | None = None,
-    sliding_window: int | None = None,
+    sliding_window: int | ArrayLike | None = None,
     logits_soft_cap: float | None = None,
     kv_layout: str = "NHD",
     k_scale: ArrayLike | None = None,
@@ -68,7 +68,7 @@ def ragged_page_attention_v2(
     *,
     softmax_aux: ArrayLike | None = None,
     softmax_scale: float | None = None,
-    sliding_window: int | None = None,
+    sliding_window: int | ArrayLike | None = None,
     logits_soft_cap: float | None = None,
     kv_layout: str = "NHD",
     k_scale: ArrayLike | None = None,
@@ -93,7 +93,7 @@ def ragged_page_attention_v2(
     *,
     softmax_aux: ArrayLike | None = None,
     softmax_scale: float | None = None,
-    sliding_window: int | None = None,
+    sliding_window: int | ArrayLike | None = None,
     logits_soft_cap: float | None = None,
     kv_layout: str = "NHD",
     k_scale: ArrayLike | None = None,
@@ -122,7 +122,8 @@ def ragged_page_attention_v2(
         num_seqs: how many of the sequences count, one number; may be traced.
         softmax_aux: attention sinks, `[sinks]` for all heads or `[heads, sinks]`.
         softmax_scale: by default `head_dim ** -0.5`.
-        sliding_window: how many tokens a query sees, itself included.
+        sliding_window: how many tokens a query sees, itself included. It may be traced, which
+            only XLA supports.
         logits_soft_cap: bound of the logits.
         kv_layout: "NHD" as above, "HND" `[pages, 2 * kv_heads, page_size, head_dim]`, or "HNPD"
             `[2 * kv_heads, pages, page_size, head_dim]`.

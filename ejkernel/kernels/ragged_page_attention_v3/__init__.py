@@ -27,6 +27,7 @@ OP = Op(
         "sinks",
     ),
     shardable=frozenset("nk"),
+    later_inputs=frozenset({"traced_window"}),
     bucketed=frozenset("btsjp"),
     grouped_axes={"k": "n"},
     sharding_hints={"t": "; the sequences share one list of queries: split the heads"},

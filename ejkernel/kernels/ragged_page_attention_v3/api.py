@@ -36,7 +36,7 @@ def ragged_page_attention_v3(
     *,
     softmax_aux: ArrayLike | None = None,
     softmax_scale: float | None = None,
-    sliding_window: int | None = None,
+    sliding_window: int | ArrayLike | None = None,
     logits_soft_cap: float | None = None,
     kv_layout: str = "NHD",
     k_scale: ArrayLike | None = None,
@@ -61,7 +61,7 @@ def ragged_page_attention_v3(
     *,
     softmax_aux: ArrayLike | None = None,
     softmax_scale: float | None = None,
-    sliding_window: int | None = None,
+    sliding_window: int | ArrayLike | None = None,
     logits_soft_cap: float | None = None,
     kv_layout: str = "NHD",
     k_scale: ArrayLike | None = None,
@@ -86,7 +86,7 @@ def ragged_page_attention_v3(
     *,
     softmax_aux: ArrayLike | None = None,
     softmax_scale: float | None = None,
-    sliding_window: int | None = None,
+    sliding_window: int | ArrayLike | None = None,
     logits_soft_cap: float | None = None,
     kv_layout: str = "NHD",
     k_scale: ArrayLike | None = None,
@@ -123,7 +123,8 @@ def ragged_page_attention_v3(
             positions are not seen. Entries past the length are not looked at.
         softmax_aux: attention sinks, `[sinks]` for all heads or `[heads, sinks]`.
         softmax_scale: by default `head_dim ** -0.5`.
-        sliding_window: how many tokens a query sees, itself included.
+        sliding_window: how many tokens a query sees, itself included. It may be traced, which
+            only XLA supports.
         logits_soft_cap: bound of the logits.
         kv_layout: "NHD" as above, "HND" `[pages, kv_heads, page_size, head_dim]`, or "HNPD"
             `[kv_heads, pages, page_size, head_dim]`.
@@ -270,6 +271,7 @@ def attend(
         sinks=sinks_per_head(op.name, options.softmax_aux, heads),
         k_scale=arguments.scale(op.name, "k_scale", options.k_scale, cache.kv_heads),
         v_scale=arguments.scale(op.name, "v_scale", options.v_scale, cache.kv_heads),
+        traced_window=arguments.traced_window(op.name, options),
     )
     if 0 in (query.size, cache.keys.size, cache.value_dim, sequences.page_indices.size):
         return nothing_seen(query, cache)

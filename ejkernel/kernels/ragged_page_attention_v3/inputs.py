@@ -27,6 +27,7 @@ class Inputs(NamedTuple):
 
     Sequence `s` of a row holds `query_lens` queries from `query_starts` on; they are the last of
     its `kv_lens` tokens, and position `i` lies in slot `i % c` of page `page_indices[i // c]`.
+    `traced_window` stands for `Spec.sliding_window` where that is known only at run time.
     """
 
     query: Float[Array, "b t n h"]
@@ -39,6 +40,7 @@ class Inputs(NamedTuple):
     sinks: Float[Array, "#n m"] | None = None
     k_scale: Float[Array, "k"] | None = None
     v_scale: Float[Array, "k"] | None = None
+    traced_window: Int[Array, "#b"] | None = None
 
 
 class InputsHND(Inputs):
@@ -118,6 +120,7 @@ def sample(inputs: Inputs, drawn: Inputs, spec: Spec) -> Inputs:
         "query_lens": queries,
         "kv_lens": np.full((b, s), j * slots, np.int32),
         "page_indices": np.arange(b * s * j, dtype=np.int32).reshape(b, s, j) % pages,
+        "traced_window": np.full((1,), j * slots, np.int32),
     }
     unknown = (Tracer, jax.ShapeDtypeStruct)
     return drawn._replace(

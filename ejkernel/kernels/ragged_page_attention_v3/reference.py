@@ -84,4 +84,6 @@ def _visible(inputs: Inputs, spec: Spec, positions: int) -> tuple[jax.Array, jax
     visible = (position <= own) & jax.vmap(lambda x, index: x[index])(present, sequence)
     if spec.sliding_window is not None:
         visible &= position > own - spec.sliding_window
+    if inputs.traced_window is not None:
+        visible &= position > own - inputs.traced_window[:, None, None]
     return visible, sequence

@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from typing import ClassVar, Final, Literal, overload
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import ArrayLike
 
-from ejkernel.kernels.common.arguments import as_array
+from ejkernel.kernels.common.arguments import as_array, check_floating
 from ejkernel.kernels.common.attention import sinks_per_head
 from ejkernel.kernels.common.paged import arguments, cache_axes
 from ejkernel.kernels.common.paged.arguments import Cache, Options, Sequences
@@ -50,7 +49,7 @@ def ragged_page_attention_v3_update(
     *,
     softmax_aux: ArrayLike | None = None,
     softmax_scale: float | None = None,
-    sliding_window: int | None = None,
+    sliding_window: int | ArrayLike | None = None,
     logits_soft_cap: float | None = None,
     kv_layout: str = "NHD",
     k_scale: ArrayLike | None = None,
@@ -77,7 +76,7 @@ def ragged_page_attention_v3_update(
     *,
     softmax_aux: ArrayLike | None = None,
     softmax_scale: float | None = None,
-    sliding_window: int | None = None,
+    sliding_window: int | ArrayLike | None = None,
     logits_soft_cap: float | None = None,
     kv_layout: str = "NHD",
     k_scale: ArrayLike | None = None,
@@ -104,7 +103,7 @@ def ragged_page_attention_v3_update(
     *,
     softmax_aux: ArrayLike | None = None,
     softmax_scale: float | None = None,
-    sliding_window: int | None = None,
+    sliding_window: int | ArrayLike | None = None,
     logits_soft_cap: float | None = None,
     kv_layout: str = "NHD",
     k_scale: ArrayLike | None = None,
@@ -142,7 +141,8 @@ def ragged_page_attention_v3_update(
             new tokens may share a slot.
         softmax_aux: attention sinks, `[sinks]` for all heads or `[heads, sinks]`.
         softmax_scale: by default `head_dim ** -0.5`.
-        sliding_window: how many tokens a query sees, itself included.
+        sliding_window: how many tokens a query sees, itself included. It may be traced, which
+            only XLA supports.
         logits_soft_cap: bound of the logits.
         kv_layout: "NHD" as above, "HND" `[pages, kv_heads, page_size, head_dim]`, or "HNPD"
             `[kv_heads, pages, page_size, head_dim]`.
@@ -206,6 +206,7 @@ def ragged_page_attention_v3_update(
         sinks=sinks_per_head(name, softmax_aux, query.shape[1]),
         k_scale=arguments.scale(name, "k_scale", k_scale, cache.kv_heads),
         v_scale=arguments.scale(name, "v_scale", v_scale, cache.kv_heads),
+        traced_window=arguments.traced_window(name, options),
     )
     if 0 in (query.size, cache.keys.size, cache.value_dim, sequences.page_indices.size):
         outputs = Outputs(*nothing_seen(rows, cache), inputs.key_pages, inputs.value_pages)
@@ -231,10 +232,11 @@ def _tokens(
     for name, x, last in (("key", key, query.shape[2]), ("value", value, cache.value_dim)):
         x = as_array(op, name, x)
         wanted = (query.shape[0], cache.kv_heads, last)
-        if x.shape != wanted or not jnp.issubdtype(x.dtype, jnp.floating):
+        check_floating(op, name, x.dtype)
+        if x.shape != wanted:
             raise ValueError(
-                f"{op}: {name} must be floating point {list(wanted)}, as query and cache have it, "
-                f"got {x.dtype}{list(x.shape)}."
+                f"{op}: {name} must be {list(wanted)}, as query and cache have it, "
+                f"got {list(x.shape)}."
             )
         found.append(x)
     return found[0], found[1]

@@ -32,6 +32,7 @@ class Inputs(NamedTuple):
     sinks: Float[Array, "#n m"] | None = None
     k_scale: Float[Array, "k"] | None = None
     v_scale: Float[Array, "k"] | None = None
+    traced_window: Int[Array, "#b"] | None = None
 
 
 class InputsHND(Inputs):
@@ -109,5 +110,5 @@ def sample(inputs: Inputs, drawn: Inputs, spec: Spec) -> Inputs:
     """Data to tune on, as that of the call that only reads."""
     call, data = (attention_call(x, spec) for x in (inputs, drawn))
     likely = reading.sample(call, data, spec)
-    names = ("query_starts", "query_lens", "kv_lens", "page_indices")
+    names = ("query_starts", "query_lens", "kv_lens", "page_indices", "traced_window")
     return drawn._replace(**{name: getattr(likely, name) for name in names})

@@ -42,7 +42,8 @@ def recurrent_attention(
     the state that the one before gave back, gives what it gives in one piece.
 
     Args:
-        query: `[batch, length, heads, head_dim]`; with `cu_seqlens` also without the batch.
+        query: `[batch, length, heads, head_dim]`; all arrays and results of a call may also come
+            without the batch.
         key: `[batch, length, kv_heads, head_dim]`; `heads` is a multiple of `kv_heads`.
         value: `[batch, length, kv_heads, value_dim]`.
         gate: `[batch, length, kv_heads, head_dim]`, or `[batch, length, kv_heads]` for one that all

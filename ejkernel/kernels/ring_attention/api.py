@@ -22,6 +22,7 @@ from ejkernel.ops import executor
 from ejkernel.ops.executor import Request
 from ejkernel.ops.meshes import bound_axis_size, surrounding_mesh
 from ejkernel.ops.module import BoundFunction, Module, operation
+from ejkernel.types.arguments import SlidingWindow
 from ejkernel.types.mask import MaskInfo
 from ejkernel.types.rules import And, Everything, Segments, TokenTypes
 
@@ -40,7 +41,7 @@ def ring_attention(
     softmax_scale: float | None = None,
     causal: bool = False,
     causal_offset: int | ArrayLike = 0,
-    sliding_window: int | tuple[int, int] | None = None,
+    sliding_window: SlidingWindow | None = None,
     chunk_size: int | None = None,
     logits_soft_cap: float | None = None,
     platform: str | None = None,
@@ -75,7 +76,8 @@ def ring_attention(
         softmax_scale: by default `head_dim ** -0.5`.
         causal: query `q` sees keys `k <= q + causal_offset`, positions counted over the ring.
         causal_offset: a number, or one per batch row.
-        sliding_window: `w` or `(left, right)`: `-left <= k - q <= right`.
+        sliding_window: `w` or `(left, right)`: `-left <= k - q <= right`. Either may be traced, as
+            where the layers of a `jax.lax.scan` differ in their windows.
         chunk_size: query and key must lie in the same chunk of this many positions, and the key
             not after the query.
         logits_soft_cap: bound of the logits.

@@ -16,6 +16,7 @@ from ejkernel.kernels.scaled_dot_product_attention import OP
 from ejkernel.kernels.scaled_dot_product_attention.config import ScaledDotProductAttentionConfig
 from ejkernel.ops.executor import Request
 from ejkernel.ops.module import BoundFunction, Module, operation
+from ejkernel.types.arguments import SlidingWindow
 from ejkernel.types.mask import MaskInfo
 
 
@@ -34,7 +35,7 @@ def scaled_dot_product_attention(
     softmax_scale: float | None = None,
     causal: bool = False,
     causal_offset: int | ArrayLike = 0,
-    sliding_window: int | tuple[int, int] | None = None,
+    sliding_window: SlidingWindow | None = None,
     logits_soft_cap: float | None = None,
     dropout_prob: float = 0.0,
     dropout_seed: int | ArrayLike | None = None,
@@ -62,7 +63,7 @@ def scaled_dot_product_attention(
     softmax_scale: float | None = None,
     causal: bool = False,
     causal_offset: int | ArrayLike = 0,
-    sliding_window: int | tuple[int, int] | None = None,
+    sliding_window: SlidingWindow | None = None,
     logits_soft_cap: float | None = None,
     dropout_prob: float = 0.0,
     dropout_seed: int | ArrayLike | None = None,
@@ -90,7 +91,7 @@ def scaled_dot_product_attention(
     softmax_scale: float | None = None,
     causal: bool = False,
     causal_offset: int | ArrayLike = 0,
-    sliding_window: int | tuple[int, int] | None = None,
+    sliding_window: SlidingWindow | None = None,
     logits_soft_cap: float | None = None,
     dropout_prob: float = 0.0,
     dropout_seed: int | ArrayLike | None = None,

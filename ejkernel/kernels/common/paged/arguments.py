@@ -1,6 +1,5 @@
 """Checks that the operations over pages share, and the one form their arguments take."""
 
-import operator
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -10,12 +9,18 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from ejkernel.kernels.common.arguments import as_array, known_values
+from ejkernel.kernels.common.arguments import (
+    FLOATING_DTYPES,
+    as_array,
+    check_floating,
+    known_values,
+    window_length,
+)
 from ejkernel.kernels.common.attention import bound_of_logits, scale_of_logits
 from ejkernel.kernels.common.paged import LAYOUTS
 
-_WIDE = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)
-_CACHE_DTYPES = [np.dtype(x) for x in (*_WIDE, jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2)]
+_EIGHT_BITS = map(np.dtype, (jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2))
+_CACHE_DTYPES = (*FLOATING_DTYPES, *_EIGHT_BITS)
 
 
 # Indices and lengths: NumPy where their values are at hand, so that nothing runs yet.
@@ -27,7 +32,7 @@ class Options(NamedTuple):
 
     softmax_aux: ArrayLike | None
     softmax_scale: float | None
-    sliding_window: int | None
+    sliding_window: ArrayLike | None
     logits_soft_cap: float | None
     kv_layout: str
     k_scale: ArrayLike | None
@@ -68,10 +73,7 @@ def check_query(op: str, query: jax.Array, ranks: tuple[int, ...], shape: str) -
     """A query of one of these ranks, in floating point."""
     if query.ndim not in ranks:
         raise ValueError(f"{op}: query must have shape {shape}, got {query.shape}.")
-    if not jnp.issubdtype(query.dtype, jnp.floating) or query.dtype.itemsize == 1:
-        raise ValueError(
-            f"{op}: query must be floating point of 16 bits or more, got {query.dtype}."
-        )
+    check_floating(op, "query", query.dtype)
 
 
 def cache(
@@ -101,28 +103,43 @@ def cache(
                 f"{op}: {first} and {name} must agree in all but the head dim, got "
                 f"{keys.dtype}{list(keys.shape)} and {values.dtype}{list(values.shape)}."
             )
+    heads, head_dim = query.shape[-2:]
+    hint = _other_layouts(layout, keys.shape, heads, combined)
     if combined:
         if sizes["k"] % 2:
             raise ValueError(
                 f"{op}: {first} holds key heads and value heads alternately and must have an even "
-                f"number of heads, got {sizes['k']}."
+                f"number of heads, got {sizes['k']}{hint}."
             )
         sizes["k"] //= 2
         shape = list(keys.shape)
         where = axes.index("k")
         keys = keys.reshape(*shape[:where], sizes["k"], 2, *shape[where + 1 :])
-    heads, head_dim = query.shape[-2:]
     if sizes["h"] != head_dim:
         raise ValueError(
             f"{op}: query and {first} must have one head dim, got {head_dim} and {sizes['h']}."
         )
     if sizes["k"] == 0 or heads % sizes["k"]:
         raise ValueError(
-            f"{op}: query heads must be a multiple of key heads, got {heads} and {sizes['k']}."
+            f"{op}: query heads must be a multiple of key heads, got {heads} and "
+            f"{sizes['k']}{hint}."
         )
     values = found[rest[0]] if rest else None
     value_dim = head_dim if values is None else values.shape[-1]
     return Cache(keys, values, sizes["p"], sizes["c"], sizes["k"], value_dim)
+
+
+def _other_layouts(layout: str, shape: tuple[int, ...], heads: int, combined: bool) -> str:
+    """How an error about the heads of a cache ends: layouts in which its shape would fit."""
+    per_head = 2 if combined else 1
+    fitting = []
+    for other, axes in LAYOUTS.items():
+        kv_heads, rest = divmod(shape[axes.index("k")], per_head)
+        if other != layout and kv_heads and not rest and heads % kv_heads == 0:
+            fitting.append(f'kv_layout="{other}"')
+    if not fitting:
+        return ""
+    return f' under kv_layout="{layout}"; the shape {list(shape)} fits {" or ".join(fitting)}'
 
 
 def integers(op: str, name: str, x: object, shape: str, ranks: tuple[int, ...]) -> Integers:
@@ -189,30 +206,25 @@ def scale(op: str, name: str, x: ArrayLike | None, kv_heads: int) -> jax.Array |
     if x is None:
         return None
     scales = as_array(op, name, x)
-    if scales.shape not in ((), (1,), (kv_heads,)) or not jnp.issubdtype(
-        scales.dtype, jnp.floating
-    ):
+    check_floating(op, name, scales.dtype)
+    if scales.shape not in ((), (1,), (kv_heads,)):
         raise ValueError(
-            f"{op}: {name} must be floating point, one number or [{kv_heads}], "
-            f"got {scales.dtype}{list(scales.shape)}."
+            f"{op}: {name} must be one number or [{kv_heads}], got {list(scales.shape)}."
         )
     return jnp.broadcast_to(scales, (kv_heads,))
 
 
+def traced_window(op: str, options: Options) -> jax.Array | None:
+    """The window [1] of a call whose window is not known yet; `statics` has any other."""
+    return window_length(op, options.sliding_window)[1]
+
+
 def statics(op: str, head_dim: int, options: Options) -> dict[str, Any]:
     """The static options by the names that `Spec` has for them."""
-    window = options.sliding_window
-    if window is not None:
-        try:
-            window = operator.index(window)
-        except TypeError:
-            raise ValueError(f"{op}: sliding_window must be an int, got {window!r}.") from None
-        if window < 1:
-            raise ValueError(f"{op}: sliding_window must be positive, got {window}.")
     return {
         "softmax_scale": scale_of_logits(op, options.softmax_scale, head_dim),
         "logits_soft_cap": bound_of_logits(op, options.logits_soft_cap),
-        "sliding_window": window,
+        "sliding_window": window_length(op, options.sliding_window)[0],
         "kv_layout": options.kv_layout,
     }
 

@@ -205,7 +205,7 @@ def _read(inputs: Inputs) -> _Mask | str:
     for part in (inputs.mask or Everything()).parts():
         if isinstance(part, Band) and part.q_positions is None:
             if any(not isinstance(end, int | None) for end in (part.low, part.high)):
-                return "needs causal offsets that are numbers, not arrays"
+                return "needs causal offsets and windows that are numbers, not arrays"
             lows += [] if part.low is None else [part.low]
             highs += [] if part.high is None else [part.high]
         elif isinstance(part, KeyLength | QueryLength) and type(part) not in lengths:

@@ -38,6 +38,7 @@ def run_backward(
         sinks=None if inputs.sinks is None else per_sink(d_sinks, inputs.sinks),
         k_scale=None if inputs.k_scale is None else d_k_scale * spec.softmax_scale,
         v_scale=None if inputs.v_scale is None else d_v_scale,
+        traced_window=None,
     )
     return jax.tree.map(
         lambda d, x: None if d is None else d.astype(x.dtype),

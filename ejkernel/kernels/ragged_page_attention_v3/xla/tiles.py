@@ -93,6 +93,10 @@ class PagedTiles:
         missing = -table.shape[-1] % self.pages
         table = jnp.asarray(table).reshape(-1, table.shape[-1])
         self.table: jax.Array = jnp.pad(table, ((0, 0), (0, missing)), constant_values=-1)
+        self.windows: jax.Array | None = None  # of each sequence, where it is not static
+        if inputs.traced_window is not None:
+            windows = jnp.broadcast_to(inputs.traced_window[:, None], (b, inputs.kv_lens.shape[1]))
+            self.windows = windows.reshape(-1)
         self._anchor = carries.anchor(inputs)
 
     def full(
@@ -139,10 +143,16 @@ class PagedTiles:
         """`carry = body(block, carry)` for every block that a query of the tile may see."""
         end = (tile.last + self.block) // self.block
         begin = jnp.int32(0)
-        if self.spec.sliding_window is not None:
-            begin = jnp.maximum(tile.first - self.spec.sliding_window + 1, 0) // self.block
+        if (window := self.window(tile)) is not None:
+            begin = jnp.maximum(tile.first - window + 1, 0) // self.block
         step = lambda i, carry: body(self._block(tile, i), carry)
         return lax.fori_loop(begin, end, step, carry)
+
+    def window(self, tile: QueryTile) -> Index | None:
+        """How many positions a query of the tile sees, if not all up to its own."""
+        if self.windows is None:
+            return self.spec.sliding_window
+        return self.windows[tile.sequence]
 
     def _block(self, tile: QueryTile, index: jax.Array) -> PageBlock:
         start = (tile.sequence, index * self.pages)
@@ -151,8 +161,8 @@ class PagedTiles:
         positions = index * self.block + jnp.arange(self.block, dtype=jnp.int32)
         present = jnp.repeat(there, self.page_size)
         used = present & (positions <= tile.last)
-        if self.spec.sliding_window is not None:
-            used &= positions > tile.first - self.spec.sliding_window
+        if (window := self.window(tile)) is not None:
+            used &= positions > tile.first - window
         return PageBlock(jnp.where(there, pages, self.cache_pages), positions, present, used)
 
     def rows_of(self, x: jax.Array, tile: QueryTile, size: int) -> jax.Array:
@@ -224,6 +234,6 @@ class PagedTiles:
         """Which logits are visible, [size, 1, block]."""
         own, position = tile.positions[:, None], block.positions
         visible = (position <= own) & block.present & tile.own[:, None]
-        if self.spec.sliding_window is not None:
-            visible &= position > own - self.spec.sliding_window
+        if (window := self.window(tile)) is not None:
+            visible &= position > own - window
         return visible[:, None]

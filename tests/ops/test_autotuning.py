@@ -1,0 +1,41 @@
+"""`ejkernel.autotune` measures the operations that a function calls."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import ejkernel
+from ejkernel.ops import default_executor, record_invocations
+
+X = jax.ShapeDtypeStruct((3, 24, 8), jnp.float32)
+
+
+def test_it_measures_what_a_call_and_its_gradient_use():
+    tuned = ejkernel.autotune(jax.grad(lambda x: ejkernel.mean_pooling(x).sum()), X)
+    assert [op.partition("@")[0] for _, op, _ in tuned.entries] == [
+        "mean_pooling",
+        "mean_pooling.backward",
+    ]
+
+
+def test_later_calls_find_the_result():
+    tuned = ejkernel.autotune(ejkernel.mean_pooling, X)
+    with record_invocations() as calls:
+        ejkernel.mean_pooling(jnp.ones(X.shape))
+    assert [*calls] == [*tuned.entries]
+    (key,) = calls
+    assert default_executor().chooser.cache.get(key) == tuned.entries[key]
+
+
+def test_arguments_that_are_no_arrays_are_given_on():
+    def step(x, *, times):
+        return ejkernel.mean_pooling(x * times if isinstance(times, int) else x)
+
+    assert len(ejkernel.autotune(step, jnp.ones(X.shape), times=2).entries) == 1
+
+
+def test_a_function_without_operations_gets_a_sentence():
+    with pytest.raises(
+        ValueError, match=r"^autotune: the function called no operation of ejkernel"
+    ):
+        ejkernel.autotune(jnp.sin, X)
