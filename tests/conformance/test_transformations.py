@@ -170,3 +170,46 @@ def test_split_arrays_give_the_same_with_no_collective(case, kind):
         for x, letters in zip(outputs, axes.of_leaves(outputs), strict=True)
     )
     assert collectives(forward) <= ({"all-reduce"} if shares_state else set())
+
+
+@pytest.mark.parametrize("case", [x for x in CASES if "-xla-" in x.id])
+def test_the_tangent_is_the_slope_and_the_adjoint_of_the_gradient(case):
+    """In float64: against central differences, and `<c, J v> = <J^T c, v>`."""
+    with jax.enable_x64(True):
+        call = case.call(jnp.float64)
+        served(case, call, "forward", "backward")
+        leaves, structure = jax.tree.flatten(call.inputs)
+        floats = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)]
+        draw = np.random.default_rng(0).standard_normal
+        along = [jnp.asarray(draw(leaves[i].shape)) for i in floats]
+
+        def run(given):
+            merged = list(leaves)
+            for i, x in zip(floats, given, strict=True):
+                merged[i] = x
+            outputs = jax.tree.leaves(runner(call)(jax.tree.unflatten(structure, merged)))
+            # The log-sum-exp of a row that sees nothing is -inf, whose differences are not numbers.
+            return [jnp.where(jnp.isfinite(x), x, 0) for x in outputs]
+
+        @jax.jit
+        def all_of_it(given, along):
+            outputs, tangents = jax.jvp(run, (given,), (along,))
+            cotangents = jax.tree.map(jnp.cos, outputs)
+            gradients = jax.vjp(run, given)[1](cotangents)[0]
+            step = 1e-6
+            ahead, behind = (
+                run([x + h * d for x, d in zip(given, along, strict=True)]) for h in (step, -step)
+            )
+            slopes = [(a - b) / (2 * step) for a, b in zip(ahead, behind, strict=True)]
+            return tangents, slopes, inner(cotangents, tangents), inner(gradients, along)
+
+        found = jax.device_get(all_of_it([leaves[i] for i in floats], along))
+    tangents, slopes, left, right = found
+    for tangent, slope in zip(tangents, slopes, strict=True):
+        size = max(1.0, np.abs(slope).max())
+        np.testing.assert_allclose(tangent, slope, rtol=0, atol=1e-6 * size)
+    np.testing.assert_allclose(left, right, rtol=1e-9)
+
+
+def inner(a, b):
+    return sum((x * y).sum() for x, y in zip(a, b, strict=True))
