@@ -313,7 +313,7 @@ class Executor:
 
 def _with_mesh(op: Op, leaves: list[Any], request: Request) -> Request:
     """The request with the mesh of the context, or with the mesh and specs of the types."""
-    if request.mesh is not None:
+    if request.mesh is not None or not op.operands:  # a user's kernel, which JAX splits by itself
         return request
     if request.in_specs is None and request.out_specs is None:
         if (found := sharded.from_types(leaves)) is None:

@@ -183,6 +183,11 @@ def test_explicit_axes_eagerly_and_under_grad():
     assert_close((out, gradient), (attention(q, k, k), jax.grad(loss)(q, k)))
 
 
+def test_whole_arrays_under_explicit_axes():
+    arrays = draw((4, 16, 8, 8), (4, 16, 4, 8))
+    check(lambda q, k: attention(q, k, k), arrays, (P(), P()), make_mesh(AxisType.Explicit))
+
+
 def test_an_explicit_axis_that_cannot_be_split_is_refused():
     mesh = make_mesh(AxisType.Explicit)
     (x,) = placed(mesh, draw((4, 16, 8, 8)), (P("dp", "tp"),))
