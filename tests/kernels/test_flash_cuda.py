@@ -259,7 +259,7 @@ def test_packed_documents_are_those_of_cumulative_lengths(stand_in):
 REFUSED = [
     (draw(mask=Band(None, 3)), "without offset"),
     (draw(mask=Band(-4, 4)), "windows that end at the query"),
-    (draw(mask=Band(None, jnp.array([0, 3]))), "needs causal offsets that are numbers"),
+    (draw(mask=Band(None, jnp.array([0, 3]))), "needs causal offsets and windows that are numbers"),
     (
         draw(mask=Segments(jnp.zeros((1, 24), jnp.int32), jnp.zeros((1, 24), jnp.int32))),
         "packed documents of cum_seqlens_q only",
