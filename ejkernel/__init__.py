@@ -78,7 +78,7 @@ _HOMES = {  # of the names that are not operations
 
 
 def __getattr__(name: str) -> Any:
-    """A name of the package, imported when it is asked for."""
+    """A name of the package, imported on first use."""
     if name not in __all__:
         raise AttributeError(f"module 'ejkernel' has no attribute {name!r}")
     if name in _MODULES:

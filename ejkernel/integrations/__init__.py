@@ -19,7 +19,7 @@ __all__ = ["equinox", "flax", "jax_nn"]
 
 
 def __getattr__(name: str) -> ModuleType:
-    """A module of this package, imported when it is asked for."""
+    """A module of this package, imported on first use."""
     if name not in __all__:
         raise AttributeError(f"module 'ejkernel.integrations' has no attribute {name!r}")
     return importlib.import_module(f"ejkernel.integrations.{name}")

@@ -87,7 +87,6 @@ _GPUS = {
 }
 _H100_PCIE = _Gpu((9, 0), 114, 232_448)
 
-
 _TARGET: contextvars.ContextVar[Device | None] = contextvars.ContextVar("target", default=None)
 
 
@@ -112,6 +111,11 @@ def target_device(kind: str, cores: int | None = None) -> Iterator[None]:
         _TARGET.reset(token)
 
 
+def target() -> Device | None:
+    """The device of the surrounding `target_device`."""
+    return _TARGET.get()
+
+
 def device_of(leaves: Iterable[object]) -> Device:
     """The device that a call on these arrays will run on.
 
@@ -132,7 +136,7 @@ def device_of(leaves: Iterable[object]) -> Device:
             concrete = leaf
     if concrete is not None and not traced:
         return describe(next(iter(concrete.devices())))
-    if device := _TARGET.get():
+    if device := target():
         return device
     if device := _mesh_device(jax.sharding.get_abstract_mesh()):
         return device

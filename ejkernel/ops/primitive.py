@@ -30,7 +30,7 @@ from ejkernel.errors import UnsupportedError
 from ejkernel.ops import axes, batching, partitioned
 from ejkernel.ops.implementation import Op
 from ejkernel.ops.meshes import varying_axes
-from ejkernel.ops.platform import Device, backend_of, describe
+from ejkernel.ops.platform import Device, backend_of, describe, target
 
 call_p = core.Primitive("ejkernel_call")
 call_p.multiple_results = True
@@ -155,7 +155,8 @@ def _transpose(
     unknown = [ad.is_undefined_primal(x) for x in leaves]
     trees = call.trees(None if u else x for u, x in zip(unknown, leaves, strict=True))
     known = dict(zip(call.kept, map(ad.instantiate_zeros, cotangents), strict=True))
-    d_leaves = [known.get(i) for i in range(len(call.shapes))]  # all there are, except of forwards
+    # A result that stands in two places has the cotangents of both in the first.
+    d_leaves = [known.get(i) for i in range(len(call.shapes))]
     d_results = jax.tree.unflatten(call.results, d_leaves)
     gradients: list[Any] = []
     for position, indices in enumerate(call.trees(range(len(leaves)))):
@@ -209,9 +210,9 @@ def _lower(context: Any, *values: Any, call: _Call, jaxpr: ClosedJaxpr | None) -
     module = context.module_context
     run, device = call.stage.run, call.stage.device
     if device is not None:
-        target = _target(call.stage.op, device, module)
-        if target.platform != device.platform or target.kind != device.kind:
-            run, device, jaxpr = call.stage.anew(target), target, None
+        actual = _actual_device(call.stage.op, device, module)
+        if (actual.platform, actual.kind) != (device.platform, device.kind):
+            run, device, jaxpr = call.stage.anew(actual), actual, None
     function = call.flat(run) if jaxpr is None else core.jaxpr_as_fun(jaxpr)
     if partitioned.over_several_devices(module.axis_context):
         jaxpr = jaxpr or jax.make_jaxpr(function)(*context.avals_in)
@@ -219,7 +220,7 @@ def _lower(context: Any, *values: Any, call: _Call, jaxpr: ClosedJaxpr | None) -
     return mlir.lower_fun(function, multiple_results=True)(context, *values)
 
 
-def _target(op: Op, expected: Device, module: Any) -> Device:
+def _actual_device(op: Op, expected: Device, module: Any) -> Device:
     """The device of the program, which may be another than its trace expected."""
     backends = [backend_of(name) for name in module.platforms]
     if len(backends) > 1:
@@ -231,10 +232,10 @@ def _target(op: Op, expected: Device, module: Any) -> Device:
     devices = getattr(module.axis_context, "device_assignment", None) or (
         mesh.devices.flat if isinstance(mesh, Mesh) else ()
     )
-    # Those of an exported program are of this machine, whatever it is for.
-    known = [*map(describe, devices[:1]), expected]
-    for device in known:
-        if device.platform == backends[0]:
+    # The devices of an exported program are those of this machine, whatever it is for. It may have
+    # been traced before somebody named its target.
+    for device in (target(), *map(describe, devices[:1]), expected):
+        if device is not None and device.platform == backends[0]:
             return device
     raise UnsupportedError(
         f"{op.name}: this program is for a {backends[0].upper()} and it is not known which: say so "

@@ -191,6 +191,7 @@ def _bind(
         )
     bound: dict[str, Axes] = {}
     said_by: dict[str, str] = {}
+    shardable = op.shardable - op.unsplittable(inputs)
     for name, spec in zip(op.operands, in_specs, strict=False):
         split = [_mesh_axes(entry) for entry in (spec or ())]
         _check_axes(op, name, split, mesh)
@@ -209,11 +210,8 @@ def _bind(
             if letter.startswith("#") and size == 1:
                 continue
             letter = letter.removeprefix("#")
-            if over and letter not in op.shardable:
-                raise ValueError(
-                    f"{op.name}: {name} cannot be split along {letter!r} over mesh axis "
-                    f"{'/'.join(over)}{op.sharding_hints.get(letter, '')}."
-                )
+            if over and letter not in shardable:
+                raise _unsplittable(op, name, repr(letter), over)
             if bound.setdefault(letter, over) != over:
                 raise ValueError(
                     f"{op.name}: the specs of {said_by[letter]} and {name} split the axis "
@@ -238,10 +236,7 @@ def _bind_types(op: Op, inputs: CallInputs, given: TypeSpecs) -> dict[str, Axes]
             if not over or (letters and letters[axis].startswith("#") and x.shape[axis] == 1):
                 continue
             if letter not in shardable:
-                raise ValueError(
-                    f"{op.name}: {name} cannot be split along {letter or f'axis {axis}'!r} over "
-                    f"mesh axis {'/'.join(over)}{op.sharding_hints.get(letter, '')}."
-                )
+                raise _unsplittable(op, name, repr(letter) if letter else f"axis {axis}", over)
             if bound.setdefault(letter, over) != over:
                 raise ValueError(
                     f"{op.name}: {said_by[letter]} and {name} are split along {letter!r} "
@@ -252,6 +247,13 @@ def _bind_types(op: Op, inputs: CallInputs, given: TypeSpecs) -> dict[str, Axes]
         if few in bound and many not in bound:
             bound[many] = bound[few]
     return bound
+
+
+def _unsplittable(op: Op, name: str, axis: str, over: Axes) -> ValueError:
+    return ValueError(
+        f"{op.name}: {name} cannot be split along {axis} over mesh axis {'/'.join(over)}"
+        f"{op.sharding_hints.get(axis[1:-1], '')}."
+    )
 
 
 def _mesh_axes(entry: str | Iterable[str] | None) -> Axes:

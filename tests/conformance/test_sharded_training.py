@@ -148,7 +148,4 @@ def test_a_sharded_transformer_trains_as_on_one_device():
         split, program = train(place)
     assert alone[-1] < 0.7 * alone[0]
     np.testing.assert_allclose(split, alone, rtol=0, atol=1e-9)
-    # Nothing of attention or the experts is gathered: at most what the embedding looks up is.
-    gathered = re.findall(r"= \S+ all-gather\(.*", program)
-    assert not [line for line in gathered if "ejkernel" in line or "flash" in line], gathered
-    assert not gathered
+    assert not re.findall(r"= \S+ all-gather\(.*", program)

@@ -236,6 +236,23 @@ def test_grouped_matmul(kind, specs, forward):
     check(grouped_matmul, (x, weights, ids), specs, make_mesh(kind), forward)
 
 
+def test_grouped_matmul_with_sizes_uses_the_mesh_of_the_context():
+    """Rows that are split, of which each device has a part of a group."""
+    x, weights = draw((16, 8), (4, 8, 16))
+    sizes = jnp.array([5, 0, 8, 3], jnp.int32)
+    run = functools.partial(grouped_matmul, group_sizes=sizes)
+    with jax.set_mesh(make_mesh()):
+        got = run(x, weights, in_specs=(P("dp"), P()))
+    assert_close(got, run(x, weights))
+
+
+def test_explicit_rows_need_ids():
+    mesh = make_mesh(AxisType.Explicit)
+    x, weights = placed(mesh, draw((16, 8), (4, 8, 16)), (P("dp"), P()))
+    with pytest.raises(ValueError, match="along 'r' over mesh axis dp; rows are split with group_"):
+        grouped_matmul(x, weights, group_sizes=jnp.array([5, 0, 8, 3], jnp.int32))
+
+
 @pytest.mark.parametrize("pages", [P(), P(None, None, "tp")], ids=["whole", "by_head"])
 @each_kind
 def test_paged_decoding(kind, pages):

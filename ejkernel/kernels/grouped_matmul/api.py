@@ -27,6 +27,7 @@ from ejkernel.kernels.grouped_matmul.inputs import (
 )
 from ejkernel.ops import executor
 from ejkernel.ops.executor import Request
+from ejkernel.ops.meshes import surrounding_mesh
 from ejkernel.ops.module import BoundFunction, Module, operation
 
 
@@ -107,6 +108,8 @@ def grouped_matmul(
     existing = _existing(existing_out, (count, columns), spec.output_dtype(call))
     if 0 in (*rows.shape, *weights.shape):
         return _filled(jnp.zeros((count, columns), spec.output_dtype(call)), call, existing)
+    if in_specs is not None:
+        mesh = mesh or surrounding_mesh()
     request = Request(platform, cfg, mesh, in_specs, out_specs)
     if mesh is not None:
         return _over_mesh(call, spec, existing, as_specs(in_specs), request)
