@@ -157,6 +157,15 @@ def test_a_sink_takes_its_share_once_per_row():
     np.testing.assert_allclose(got, 100 / 103, rtol=1e-6)
 
 
+def test_the_gradient_of_a_small_sink_keeps_its_digits():
+    """One minus the share of the keys has few digits left where a sink takes 1e-5 of a row."""
+    ones = jnp.ones((1, 100, 2, 8))
+    total = lambda sink: flash_attention(0 * ones, ones, ones, softmax_aux=sink[None]).sum()
+    weight = np.exp(-7.0)
+    exact = -ones.size * 100 * weight / (100 + weight) ** 2
+    np.testing.assert_allclose(jax.grad(total)(jnp.float32(-7.0)), exact, rtol=1e-5)
+
+
 def test_parts_can_be_merged_by_their_lse():
     whole, whole_lse = flash_attention(Q, K, V, return_lse=True)
     parts = [flash_attention(Q, K[:, s], V[:, s], return_lse=True) for s in (np.s_[:9], np.s_[9:])]

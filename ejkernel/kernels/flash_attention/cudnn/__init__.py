@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import settings
-from ejkernel.kernels.common.sinks import per_sink, share_of_keys
+from ejkernel.kernels.common.sinks import per_sink, share_of_keys, share_of_sinks
 from ejkernel.kernels.flash_attention.cudnn import primitives
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
 from ejkernel.ops.config import BwdParams, FwdParams
@@ -94,10 +94,10 @@ def run_backward(
         d_query = jnp.where(_seeing(inputs, mask)[:, 0, :, None, None], d_query, 0)
         d_key, d_value = jnp.where(keys, d_key, 0), jnp.where(keys, d_value, 0)
     d_sinks = None
-    if share is not None:
+    if inputs.sinks is not None:
         products = residuals.out.astype(jnp.float32) * d_outputs.out.astype(jnp.float32)
-        taken = jnp.swapaxes(products.sum(-1), 1, 2) * (1.0 - share)
-        d_sinks = per_sink(-taken.sum((0, 2)), inputs.sinks)  # pyright: ignore[reportArgumentType]
+        taken = jnp.swapaxes(products.sum(-1), 1, 2) * share_of_sinks(residuals.lse, inputs.sinks)
+        d_sinks = per_sink(-taken.sum((0, 2)), inputs.sinks)
     d_bias = rest[0] if rest else None
     return Inputs(d_query, d_key, d_value, bias=d_bias, sinks=d_sinks, mask=None)
 

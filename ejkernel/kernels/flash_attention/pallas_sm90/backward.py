@@ -9,7 +9,7 @@ import functools
 
 import jax.numpy as jnp
 
-from ejkernel.kernels.common.sinks import per_sink
+from ejkernel.kernels.common.sinks import per_sink, share_of_sinks
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
 from ejkernel.kernels.flash_attention.pallas_sm90.bias_grad import bias_gradient
 from ejkernel.kernels.flash_attention.pallas_sm90.configs import (
@@ -63,7 +63,8 @@ def backward(
         # The sums of weights times their gradients, less what the accumulators were initialised to.
         taken = sums[0][..., : stats.key_share.shape[2]] / (1.0 - spec.dropout_prob)
         taken = taken - jnp.where(stats.sees_a_key, stats.offset * stats.key_share, 0.0)
-        d_sinks = per_sink(-((1.0 - stats.key_share) * taken).sum((0, 2)), inputs.sinks)
+        taken = taken * share_of_sinks(residuals.lse, inputs.sinks)
+        d_sinks = per_sink(-taken.sum((0, 2)), inputs.sinks)
     d_bias = None if inputs.bias is None else bias_gradient(run, inputs, spec)
     return Inputs(d_query, d_key, d_value, bias=d_bias, sinks=d_sinks, mask=None)
 

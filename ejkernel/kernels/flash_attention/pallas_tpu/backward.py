@@ -20,7 +20,7 @@ from ejkernel.kernels.common.constants import LOG2_E
 from ejkernel.kernels.common.mosaic_tpu.blocks import BlockResult
 from ejkernel.kernels.common.mosaic_tpu.vectors import LANES, matmul_nn, matmul_nt
 from ejkernel.kernels.common.refs import Index
-from ejkernel.kernels.common.sinks import per_sink, share_of_keys
+from ejkernel.kernels.common.sinks import per_sink, share_of_keys, share_of_sinks
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
 from ejkernel.kernels.flash_attention.pallas_tpu import bias_grad
 from ejkernel.kernels.flash_attention.pallas_tpu.configs import FlashTileConfig
@@ -197,9 +197,9 @@ def _part(
     of_bias = d_bias.assembled(d_rest.pop(0)) if d_bias.results else None
     d_query = d_rest[0][..., : call.q_len].transpose(0, 3, 1, 2) * spec.softmax_scale
     d_share = None
-    if share is not None:
+    if inputs.sinks is not None:
         # From the weights, not from the output, whose rounding many rows would add up.
-        taken = d_rest[1][:, :, 0, : call.q_len] * (1.0 - share)
+        taken = d_rest[1][:, :, 0, : call.q_len] * share_of_sinks(residuals.lse, inputs.sinks)
         d_share = -taken.sum((0, 2))
     return _PartGradients(
         d_query,

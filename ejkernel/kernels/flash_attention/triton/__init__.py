@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ejkernel.kernels.common.sinks import per_sink
+from ejkernel.kernels.common.sinks import per_sink, share_of_sinks
 from ejkernel.kernels.common.triton import bridge
 from ejkernel.kernels.flash_attention.inputs import KERNEL_FEATURES, Inputs, Outputs, Spec
 from ejkernel.kernels.flash_attention.triton.backward import (
@@ -59,7 +59,8 @@ def run_backward(
         terms = terms._replace(lse=bridge.interpreted_after(terms.lse, d_query))
         d_bias = bias_backward(inputs, d_out, terms, by_query, dq, device)
     if inputs.sinks is not None:
-        d_sinks = per_sink(-(row_dot * (1.0 - terms.key_share)).sum((0, 2)), inputs.sinks)
+        taken = row_dot * share_of_sinks(residuals.lse, inputs.sinks)
+        d_sinks = per_sink(-taken.sum((0, 2)), inputs.sinks)
     return Inputs(d_query, d_key, d_value, bias=d_bias, sinks=d_sinks, mask=None)
 
 

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from ejkernel.kernels.common.precision import matmul
 from ejkernel.kernels.common.refs import Index
-from ejkernel.kernels.common.sinks import per_sink, share_of_keys
+from ejkernel.kernels.common.sinks import per_sink, share_of_keys, share_of_sinks
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
 from ejkernel.kernels.flash_attention.xla.tiles import Blocks, FlashTiles, over_blocks
 
@@ -38,7 +38,7 @@ def backward(
         def step(i: Blocks, carry: tuple) -> tuple:
             d_query, d_bias, d_sinks, d_keys, d_values = carry
             rows, d_rows = tiles.queries(query, unit, i), tiles.queries(d_out, unit, i)
-            lse, delta, *share = (tiles.per_row(x, unit, i) for x in terms)
+            lse, delta, *shares = (tiles.per_row(x, unit, i) for x in terms)
             logits = matmul("lkh,lqh->lkq", keys, rows, dtype)
             d_weights = matmul("lkv,lqv->lkq", values, d_rows, dtype)
             flat = logits.shape
@@ -50,10 +50,11 @@ def backward(
                 kept = tiles.kept(unit, i, j, transposed=True).reshape(flat)
                 scale = 1.0 / (1.0 - spec.dropout_prob)
                 used, d_weights = (jnp.where(kept, x * scale, 0.0) for x in (used, d_weights))
-            if share:
-                used, d_weights = used * share[0], d_weights * share[0]
+            if shares:
+                of_keys, of_sinks = shares
+                used, d_weights = used * of_keys, d_weights * of_keys
                 # From the weights, not from the output, whose rounding many rows would add up.
-                taken = (weights * d_weights * (1.0 - share[0])).sum(1)
+                taken = (weights * d_weights * of_sinks).sum(1)
                 d_sinks = tiles.add_to_heads(d_sinks, -taken, unit)
             d_values += matmul("lkq,lqv->lkv", used.astype(d_rows.dtype), d_rows, dtype)
             d_logits = weights * (d_weights - delta)
@@ -104,7 +105,7 @@ def _like(gradient: jax.Array, x: jax.Array) -> jax.Array:
 def _row_terms(
     inputs: Inputs, residuals: Outputs, d_outputs: Outputs, dtype: DTypeLike
 ) -> list[jax.Array]:
-    """The terms of each row: lse, delta and, with sinks, w, each [b, n, t].
+    """The terms of each row: lse, delta and, with sinks, w and 1 - w, each [b, n, t].
 
     With w the share of a row's weights that the sinks leave to the keys (1 without sinks),
     d_logits = exp(logits - lse) * (w * d_weights - delta).
@@ -119,4 +120,4 @@ def _row_terms(
     if inputs.sinks is None:
         return [safe_lse, delta - d_lse]
     share = share_of_keys(lse, inputs.sinks)
-    return [safe_lse, share * delta - d_lse, share]
+    return [safe_lse, share * delta - d_lse, share, share_of_sinks(lse, inputs.sinks)]

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from ejkernel.kernels.common.paged import add_pages
 from ejkernel.kernels.common.precision import matmul
-from ejkernel.kernels.common.sinks import per_sink, share_of_keys
+from ejkernel.kernels.common.sinks import per_sink, share_of_keys, share_of_sinks
 from ejkernel.kernels.ragged_page_attention_v3.config import PagedConfig
 from ejkernel.kernels.ragged_page_attention_v3.inputs import Inputs, Outputs, Spec
 from ejkernel.kernels.ragged_page_attention_v3.xla.tiles import PageBlock, PagedTiles, QueryTile
@@ -55,7 +55,8 @@ class _Rows(NamedTuple):
     d_out: jax.Array
     lse: jax.Array
     delta: jax.Array
-    share: jax.Array | None
+    share: jax.Array | None  # of the keys
+    share_of_sinks: jax.Array | None
 
 
 class _Weights(NamedTuple):
@@ -88,8 +89,8 @@ class _Recomputation:
         query, d_out = (tiles.own_rows_of(x, tile, size) for x in (self.query, self.d_out))
         lse, *terms = self.terms
         lse = tiles.own_rows_of(lse, tile, size, other=jnp.inf)  # no weight, whatever the logits
-        delta, *share = (tiles.own_rows_of(x, tile, size) for x in terms)
-        return _Rows(query, d_out, lse, delta, share[0] if share else None)
+        delta, *shares = (tiles.own_rows_of(x, tile, size) for x in terms)
+        return _Rows(query, d_out, lse, delta, *(shares or (None, None)))
 
     def weights(self, tile: QueryTile, size: int, rows: _Rows, block: PageBlock) -> _Weights:
         tiles, cap = self.tiles, self.tiles.spec.logits_soft_cap
@@ -133,8 +134,8 @@ def _of_queries(tiles: PagedTiles, recomputed: _Recomputation) -> tuple:
         if v_scale is not None:
             d_v_scale += products.sum(1)
             products *= v_scale[..., 0]
-        if rows.share is not None:
-            d_sinks -= tiles.by_head(products * (1.0 - rows.share[..., 0]), size)
+        if rows.share_of_sinks is not None:
+            d_sinks -= tiles.by_head(products * rows.share_of_sinks[..., 0], size)
         d_query = tiles.put_rows(d_query, tile, size, d_rows * recomputed.factor)
         return d_query, d_k_scale, d_v_scale, d_sinks
 
@@ -176,7 +177,7 @@ def _of_pages(tiles: PagedTiles, recomputed: _Recomputation) -> list[jax.Array]:
 def _row_terms(
     inputs: Inputs, residuals: Outputs, d_outputs: Outputs, dtype: DTypeLike
 ) -> list[jax.Array]:
-    """The terms of each row: lse, delta and, with sinks, w, each [b, n, t].
+    """The terms of each row: lse, delta and, with sinks, w and 1 - w, each [b, n, t].
 
     With w the part of a row's weights that the sinks leave to the keys (1 without sinks),
     d_logits = exp(logits - lse) * (w * d_weights - delta).
@@ -189,4 +190,4 @@ def _row_terms(
     if inputs.sinks is None:
         return [safe_lse, delta - d_lse]
     share = share_of_keys(lse, inputs.sinks)
-    return [safe_lse, share * delta - d_lse, share]
+    return [safe_lse, share * delta - d_lse, share, share_of_sinks(lse, inputs.sinks)]
