@@ -14,6 +14,7 @@
 import contextlib
 import contextvars
 import os
+import sys
 import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -62,8 +63,14 @@ def autotune_policy() -> str | None:
 
 
 def autotune_progress() -> bool | None:
-    """Whether tuning reports each candidate; None: only on a terminal."""
+    """Whether tuning reports what it does; None: only on a terminal."""
     return _flag("EJKERNEL_AUTOTUNE_PROGRESS")
+
+
+def shows_autotuning() -> bool:
+    """`autotune_progress` for the standard error of this process."""
+    wanted = autotune_progress()
+    return sys.stderr.isatty() if wanted is None else wanted
 
 
 def cache_dir() -> Path:

@@ -2,10 +2,13 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import multiprocessing
 import os
+import runpy
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -21,16 +24,18 @@ import typer
 from filelock import FileLock
 from rich.console import Console
 
+from ejkernel import settings
 from ejkernel.cli import oracle, subjects
-from ejkernel.cli.check import Dtype
 from ejkernel.cli.info import SHIPPED
+from ejkernel.cli.oracle import Dtype
 from ejkernel.cli.progress import TuningProgress
 from ejkernel.cli.subjects import Direction, Subject
 from ejkernel.errors import CacheWarning, TuningWarning
 from ejkernel.ops import ConfigCache, ConfigSelectorChain, PersistentCache, Tuner
+from ejkernel.ops.autotuning import calls_of
 from ejkernel.ops.invocation import Invocation
 from ejkernel.ops.persistent import read_table, write_tuned
-from ejkernel.ops.tuner import Progress, describe
+from ejkernel.ops.tuner import Progress, Tuned, describe
 from ejkernel.ops.workload import Workload
 
 Entries = dict[Any, Any]
@@ -127,12 +132,17 @@ class Task:
             tuned = selector.tune(call)
         if tuned is None:
             return Outcome(f"{one}: failed, no candidate works", {}, failed=True)
-        tried = len(tuned.measurements) + len(tuned.dropped)
-        said = f"{one}: {tuned.seconds * 1e3:.3f} ms, {describe(tuned.best)}; best of {tried}"
-        if tuned.dropped:
-            choice, reason = tuned.dropped[0]
-            said += f", {len(tuned.dropped)} dropped, e.g. {describe(choice)}: {reason}"
-        return Outcome(said, {call.key: selector.cache.get(call.key)})
+        return Outcome(_said(str(one), tuned), {call.key: selector.cache.get(call.key)})
+
+
+def _said(name: str, tuned: Tuned) -> str:
+    """The outcome of a pass in a line."""
+    tried = len(tuned.measurements) + len(tuned.dropped)
+    said = f"{name}: {tuned.seconds * 1e3:.3f} ms, {describe(tuned.best)}; best of {tried}"
+    if tuned.dropped:
+        choice, reason = tuned.dropped[0]
+        said += f", {len(tuned.dropped)} dropped, e.g. {describe(choice)}: {reason}"
+    return said
 
 
 def _failure(one: Pass, error: BaseException) -> Outcome:
@@ -239,7 +249,13 @@ def _write(op: str, entries: Entries, folder: Path | None) -> set[Path]:
 
 
 def tune(
-    op: Annotated[str, typer.Argument(help="The operation.")],
+    op: Annotated[
+        str,
+        typer.Argument(
+            metavar="OP | PATH.py:FUNCTION",
+            help="An operation, or a function whose calls of operations are tuned.",
+        ),
+    ],
     workload: Annotated[
         list[str] | None, typer.Option(help="A named call; by default those marked for tuning.")
     ] = None,
@@ -258,9 +274,18 @@ def tune(
         Path | None, typer.Option(help="With --ship: another folder of tables.")
     ] = None,
 ) -> None:
-    """Tune an operation for this device; results go to your cache."""
+    """Tune an operation for this device; results go to your cache.
+
+    For PATH.py:FUNCTION the file also defines `arguments`: the arguments of the function as a
+    tuple, or a function that returns them.
+    """
     if output is not None and not ship:
         raise typer.BadParameter("--output is a folder of shipped tables; use it with --ship.")
+    if ".py:" in op:
+        if workload or ship or workers > 1 or seconds is not None:
+            raise typer.BadParameter("PATH.py:FUNCTION takes no option but --rounds.")
+        _tune_function(op, rounds)
+        return
     subject = subjects.one(op)
     workloads = _workloads(subject, workload)
     passes = _passes(subject, workloads, dtype)
@@ -286,6 +311,62 @@ def tune(
             tuned += len(outcome.entries)
             failed += outcome.failed
     _conclude(console, tuned, failed, paths, ship, workers)
+
+
+def _tune_function(place: str, rounds: int) -> None:
+    """Tune the calls that a function of a file makes."""
+    function, args = _function_of(place)
+    try:
+        calls = calls_of(function, *args)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    console = Console()
+    progress = TuningProgress(len(calls), console)
+    failed = 0
+    with progress.shown():
+        for call in calls:
+            name = call.op.identifier(call.direction).partition("@")[0]
+            tuner = Tuner(iters=rounds, report=functools.partial(progress.update, name))
+            selector = ConfigSelectorChain(ConfigCache(), tuner=tuner, persistent=PersistentCache)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", TuningWarning)  # `_said` names the dropped ones
+                tuned = selector.tune(call)
+            progress.finish(name)
+            failed += tuned is None
+            said = f"{name}: failed, no candidate works" if tuned is None else _said(name, tuned)
+            console.print(said, markup=False, highlight=False)
+    console.print(
+        f"Calls tuned: {len(calls) - failed}. Later calls of these shapes find the configurations "
+        f"in {settings.cache_dir()}.",
+        soft_wrap=True,
+        highlight=False,
+    )
+    if failed:
+        raise typer.Exit(1)
+
+
+def _function_of(place: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The function that PATH.py:FUNCTION names, and its arguments."""
+    path, _, name = place.rpartition(":")
+    if not Path(path).is_file():
+        raise typer.BadParameter(f"there is no file {path}.")
+    sys.path.insert(0, str(Path(path).resolve().parent))  # it may import its neighbours
+    names = runpy.run_path(path)
+    if not callable(names.get(name)):
+        raise typer.BadParameter(f"{path} defines no function {name}.")
+    arguments = names.get("arguments")
+    if arguments is None:
+        raise typer.BadParameter(
+            f"{path} must define `arguments`: a tuple of the arguments of {name}, or a function "
+            "that returns one."
+        )
+    if callable(arguments):
+        arguments = arguments()
+    if not isinstance(arguments, tuple):
+        raise typer.BadParameter(
+            f"`arguments` of {path} must be a tuple, got {type(arguments).__name__}."
+        )
+    return names[name], arguments
 
 
 def _conclude(

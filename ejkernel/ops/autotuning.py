@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from ejkernel.ops.executor import default_executor
+from ejkernel.ops.invocation import Invocation
 from ejkernel.ops.policy import policy_override
 from ejkernel.ops.recording import AutotuningResult, autotune_recorded, record_invocations
 
@@ -24,7 +25,8 @@ def autotune(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Autotun
         **kwargs: its keyword arguments.
 
     Returns:
-        The measured configurations by key; as a context manager, an overlay.
+        The measured configurations by key; as a context manager, an overlay. `save` and `load`
+        keep them in a file.
 
     Raises:
         ValueError: the function called no operation.
@@ -36,7 +38,15 @@ def autotune(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Autotun
     >>> len(tuned.entries)
     1
     """
-    chooser = default_executor().chooser
+    return autotune_recorded(default_executor().chooser, calls_of(function, *args, **kwargs))
+
+
+def calls_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Invocation]:
+    """The calls of operations that `function(*args, **kwargs)` makes, found by tracing it.
+
+    Raises:
+        ValueError: there are none.
+    """
     leaves, treedef = jax.tree.flatten((args, kwargs))
     traced = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
 
@@ -47,6 +57,7 @@ def autotune(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Autotun
         return function(*call_args, **call_kwargs)
 
     arrays = [leaf for is_array, leaf in zip(traced, leaves, strict=True) if is_array]
+    chooser = default_executor().chooser
     with record_invocations() as calls, policy_override(chooser, allow_autotune=False):
         jax.eval_shape(call, arrays)
     if not calls:
@@ -54,4 +65,4 @@ def autotune(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Autotun
             "autotune: the function called no operation of ejkernel; one that jax.jit has compiled "
             "before is not traced again, give the function itself."
         )
-    return autotune_recorded(chooser, calls.values())
+    return list(calls.values())

@@ -34,13 +34,17 @@ _MOST_KEPT = 4096  # compiled calls an executor remembers
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """How the caller wants a call to be run; specs given as a list become a tuple."""
+    """How the caller wants a call to be run; specs given as a list become a tuple.
+
+    `finish(outputs)`, a function of a module, rearranges the results in the program of the call.
+    """
 
     platform: str | None = None
     cfg: object = None
     mesh: Mesh | AbstractMesh | None = None
     in_specs: object = None
     out_specs: object = None
+    finish: Callable[[Any], Any] | None = None
 
     def __post_init__(self) -> None:
         for name in ("in_specs", "out_specs"):
@@ -175,10 +179,11 @@ class Executor:
             run = lambda inputs: sharded.shard(
                 op, local, inputs, mesh, request.in_specs, request.out_specs
             )
-        return jax.jit(lambda *leaves: run(jax.tree.unflatten(treedef, leaves)))
+        finish = request.finish or (lambda outputs: outputs)
+        return jax.jit(lambda *leaves: finish(run(jax.tree.unflatten(treedef, leaves))))
 
     def _choose(self, inv: Invocation, request: Request) -> Choice:
-        if recording.active():
+        if recording.active() and not inv.op.auxiliary:
             recording.add(inv)
         return self.chooser.choose(inv, request.cfg)
 
@@ -358,6 +363,8 @@ class _Captor(Executor):
         super().__init__(ConfigSelectorChain(ConfigCache()))
 
     def run(self, op: Op, inputs: CallInputs, spec: CallSpec, request: Request) -> Any:
+        if op.auxiliary:
+            return _DEFAULT.run(op, inputs, spec, request)
         device = device_of(jax.tree.leaves(inputs))
         raise _Captured(Invocation(op, inputs, spec, device, request.platform))
 
@@ -369,6 +376,11 @@ _CURRENT: contextvars.ContextVar[Executor] = contextvars.ContextVar("executor", 
 def default_executor() -> Executor:
     """The executor that the functions of `ejkernel.modules` use."""
     return _DEFAULT
+
+
+def current_executor() -> Executor:
+    """The executor under which the functions of `ejkernel.modules` run here."""
+    return _CURRENT.get()
 
 
 @contextlib.contextmanager

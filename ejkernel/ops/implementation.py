@@ -21,6 +21,7 @@ CallInputs = tuple[Any, ...]
 CallSpec = Hashable
 # Every argument there is, and those to come: for implementations that are tested with all of them.
 ALL_FEATURES: Final = "all"
+_MOST_RIVALS = 3  # that a first call compares with the heuristic
 
 
 def _no_objection(inputs: CallInputs, spec: CallSpec, device: Device) -> str | None:
@@ -43,6 +44,14 @@ def _yields_to_none(inputs: CallInputs, spec: CallSpec, device: Device) -> froze
     return frozenset()
 
 
+def yields_to_xla(inputs: CallInputs, spec: CallSpec, device: Device) -> frozenset[Platform]:
+    """For kernels that have not run on their kind of device yet: `Pass.yields_to`.
+
+    Such kernels run only where their platform is chosen by name.
+    """
+    return frozenset({Platform.XLA})
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pass:
     """One direction of an op on one platform.
@@ -57,7 +66,10 @@ class Pass:
             that uses any other is refused.
         why_not: the reason why it does not support a call, or None.
         heuristic: the parameters expected to be fastest.
-        candidates: parameters worth timing.
+        candidates: parameters worth timing in a search.
+        rivals: parameters that a model expects to take at most 5 % longer than the heuristic's, the
+            most promising first: a first call compares up to three of them. Without a model, the
+            first candidates.
         nondeterministic: parameters that are faster still, but do not give the same bits in every
             run; `platform="auto"` uses them, a platform chosen by name does not.
         yields_to: platforms that are preferred to this one, whatever the order of the sources.
@@ -68,6 +80,7 @@ class Pass:
     why_not: Callable[[Any, Any, Device], str | None] = _no_objection
     heuristic: Callable[[Any, Any, Device], Any] = _no_parameters
     candidates: Callable[[Any, Any, Device], Sequence[Any]] | None = None
+    rivals: Callable[[Any, Any, Device], Sequence[Any]] | None = None
     nondeterministic: Callable[[Any, Any, Device], Any] = _no_parameters
     yields_to: Callable[[Any, Any, Device], frozenset[Platform]] = _yields_to_none
 
@@ -94,11 +107,21 @@ class Pass:
     ) -> list[Any]:
         """Every parameter set worth timing, the guess first."""
         others = self.candidates(inputs, spec, device) if self.candidates else ()
-        found = [self.guess(inputs, spec, device, deterministic)]
-        for params in (self.heuristic(inputs, spec, device), *others):
-            if params not in found:
-                found.append(params)
-        return found
+        guess = self.guess(inputs, spec, device, deterministic)
+        return _distinct([guess, self.heuristic(inputs, spec, device), *others])
+
+    def contenders(
+        self, inputs: CallInputs, spec: CallSpec, device: Device, deterministic: bool = True
+    ) -> list[Any]:
+        """The guess and its rivals, at most three: what a first call compares."""
+        model = self.rivals or self.candidates
+        rivals = model(inputs, spec, device) if model else ()
+        found = _distinct([self.guess(inputs, spec, device, deterministic), *rivals])
+        return found[: 1 + _MOST_RIVALS]
+
+
+def _distinct(found: Sequence[Any]) -> list[Any]:
+    return [params for i, params in enumerate(found) if params not in found[:i]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -194,6 +217,8 @@ class Op:
         tuning_inputs: `tuning_inputs(inputs, drawn, spec)` gives the data to tune on: `drawn`, the
             random arrays, with lengths and indices that are in range.
         tuned_as: ops whose tuned tables also apply to this one, a special case of them.
+        auxiliary: whether its calls are steps of another op's call: they are run, but neither
+            recorded nor captured.
         revision: grows with every implementation that is registered.
     """
 
@@ -218,6 +243,7 @@ class Op:
     sharding_hints: Mapping[str, str] = dataclasses.field(default_factory=dict)
     tuning_inputs: Callable[..., Any] | None = None
     tuned_as: tuple[str, ...] = ()
+    auxiliary: bool = False
     revision: int = 0
 
     def renamed(self, name: str, **changes: object) -> "Op":

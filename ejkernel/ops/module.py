@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from ejkernel.ops.config import Config
+from ejkernel.ops.eager import NOT_COMPILED, EagerPrograms
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -72,13 +73,15 @@ def operation(function: Function) -> Function:
     Signature, docstring and source remain those of the function.
     """
     names = list(inspect.signature(function).parameters)
+    eager = EagerPrograms(function)
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         for name in kwargs:
             if name not in names:
                 raise TypeError(_unknown_argument(function.__name__, name, names))
-        return function(*args, **kwargs)
+        result = eager(args, kwargs)
+        return function(*args, **kwargs) if result is NOT_COMPILED else result
 
     return cast(Function, checked)
 

@@ -301,6 +301,23 @@ def read_table(path: Path) -> _Entries:
     return _parsed(path.read_text(encoding="utf-8"))
 
 
+class StoredConfig(dict[str, Any]):
+    """The fields of a configuration as a file has them: a dictionary that can be part of a key."""
+
+    def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return hash(json.dumps(self, sort_keys=True))
+
+    @classmethod
+    def of(cls, value: object) -> Any:
+        """A dictionary in this form; any other value as it is."""
+        return cls(value) if isinstance(value, dict) else value
+
+
+def write_table(path: Path, entries: Mapping[Key, object]) -> None:
+    """Write configurations to a file of their own, which `read_table` reads."""
+    _write(path, {key: _encoded(value) for key, value in entries.items()})
+
+
 def _parsed(text: str) -> _Entries:
     """The entries of a file; a `ValueError` says what is wrong with it."""
     try:

@@ -140,7 +140,7 @@ def device_of(leaves: Iterable[object]) -> Device:
         return device
     if device := _mesh_device(jax.sharding.get_abstract_mesh()):
         return device
-    return describe(_default_device() if concrete is None else next(iter(concrete.devices())))
+    return describe(default_device() if concrete is None else next(iter(concrete.devices())))
 
 
 def _unwrapped(leaf: object) -> object:
@@ -162,7 +162,7 @@ def device_fingerprint() -> str:
 
     >>> kind, version = device_fingerprint().split("|")
     """
-    return describe(_default_device()).fingerprint
+    return describe(default_device()).fingerprint
 
 
 def get_device_platform() -> str:
@@ -171,10 +171,11 @@ def get_device_platform() -> str:
     >>> get_device_platform() in ("cpu", "gpu", "tpu", "unknown")
     True
     """
-    return describe(_default_device()).platform
+    return describe(default_device()).platform
 
 
-def _default_device() -> jax.Device:
+def default_device() -> jax.Device:
+    """The device of JAX on which arrays are put where nothing else is said."""
     chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     if isinstance(chosen, str):
         return jax.local_devices(backend=chosen)[0]

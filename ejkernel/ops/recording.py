@@ -3,12 +3,15 @@
 import contextlib
 import contextvars
 import dataclasses
+import os
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from ejkernel import settings
 from ejkernel.ops.cache import ConfigCache, overlay_cache
 from ejkernel.ops.invocation import Invocation, Key
+from ejkernel.ops.persistent import StoredConfig, read_table, write_table
 
 _RECORDED: dict[Key, Invocation] = {}
 _SCOPES: contextvars.ContextVar[tuple[dict[Key, Invocation], ...]] = contextvars.ContextVar(
@@ -58,7 +61,15 @@ def record_invocations() -> Iterator[dict[Key, Invocation]]:
 
 @dataclasses.dataclass(frozen=True)
 class AutotuningResult:
-    """Measured configurations by key; as a context manager, an overlay."""
+    """Measured configurations by key; as a context manager, an overlay.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> path = Path(tempfile.mkdtemp()) / "tuned.json"
+    >>> AutotuningResult({("cpu|cpu", "scale@v1", "0123456789abcdef"): {"block": 64}}).save(path)
+    >>> AutotuningResult.load(path).entries
+    {('cpu|cpu', 'scale@v1', '0123456789abcdef'): {'block': 64}}
+    """
 
     entries: dict[Key, Any]
     _stack: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
@@ -69,6 +80,27 @@ class AutotuningResult:
 
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the configurations to a file, for `load` on another day or machine.
+
+        Keys name the device they were measured on: on another kind of device they are not used.
+        """
+        write_table(Path(path), self.entries)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "AutotuningResult":
+        """The configurations of a file that `save` has written.
+
+        Raises:
+            ValueError: the file is not such a file.
+            FileNotFoundError: there is none.
+        """
+        try:
+            entries = read_table(Path(path))
+            return cls({key: StoredConfig.of(value) for key, value in entries.items()})
+        except ValueError as error:
+            raise ValueError(f"AutotuningResult: cannot load {path}: {error}.") from None
 
 
 @runtime_checkable

@@ -16,11 +16,12 @@ class KernelRegistry:
     >>> import ejkernel.modules
     >>> from ejkernel import kernel_registry
     >>> [s.platform.value for s in kernel_registry.list_implementations("mean_pooling")]
-    ['xla']
+    ['triton', 'xla']
     """
 
     def __init__(self) -> None:
         self._ops: dict[str, Op | str] = {}
+        self.registrations = 0  # how many implementations were added to ops
 
     def declare(self, name: str, module: str) -> None:
         """Make `name` known without loading it: `module.OP` is imported on first use."""
@@ -112,6 +113,7 @@ class KernelRegistry:
             )
             op.sources.sort(key=lambda source: -source.priority)
             op.revision += 1
+            self.registrations += 1
             return implementation
 
         return add

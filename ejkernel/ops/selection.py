@@ -149,7 +149,9 @@ class ConfigSelectorChain:
         return choice
 
     def _measured(self, inv: Invocation, supported: Supported) -> Choice | None:
-        choices = _choices(inv, supported)
+        """The fastest of the heuristic and its rivals; of a user's kernel, of all candidates."""
+        own = inv.op.reference is None
+        choices = _choices(inv, supported) if own else _contenders(inv, *supported[0])
         here = inv.device.fingerprint == device_fingerprint()
         if len(choices) < 2 or not here or jax.process_count() > 1:
             return None
@@ -157,7 +159,7 @@ class ConfigSelectorChain:
             # Another thread may have measured the same call while this one waited.
             if choice := _restored(self.cache.get(inv.key), inv, supported):
                 return choice
-            tuned = self.tune(inv, choices)
+            tuned = self._tuned(inv, choices, self.tuner.autotune if own else self.tuner.compare)
         return tuned and tuned.best
 
     def candidates(self, inv: Invocation) -> list[Choice]:
@@ -168,11 +170,19 @@ class ConfigSelectorChain:
         return _choices(inv, supported)
 
     def tune(self, inv: Invocation, choices: list[Choice] | None = None) -> Tuned | None:
-        """Measure the call now and remember the winner."""
+        """Measure every candidate of the call now and remember the winner."""
         if choices is None:
             choices = self.candidates(inv)
+        return self._tuned(inv, choices, self.tuner.autotune)
+
+    def _tuned(
+        self,
+        inv: Invocation,
+        choices: list[Choice],
+        measure: Callable[[Invocation, list[Choice]], Tuned | None],
+    ) -> Tuned | None:
         self.emit("autotune_start", key=inv.key, candidates=len(choices))
-        tuned = self.tuner.autotune(inv, choices)
+        tuned = measure(inv, choices)
         if tuned is None:
             self.emit("autotune_finish", key=inv.key, cfg=None)
             return None
@@ -219,6 +229,12 @@ def _choices(inv: Invocation, supported: Supported) -> list[Choice]:
         for source, chosen in (supported[:1] if inv.op.backward_follows_forward else supported)
         for params in chosen.choices(inv.inputs, inv.spec, inv.device, _deterministic(inv))
     ]
+
+
+def _contenders(inv: Invocation, source: Source, chosen: Pass) -> list[Choice]:
+    """The heuristic of the preferred platform and its rivals."""
+    found = chosen.contenders(inv.inputs, inv.spec, inv.device, _deterministic(inv))
+    return [Choice(source, chosen, params) for params in found]
 
 
 def _deterministic(inv: Invocation) -> bool:

@@ -211,7 +211,7 @@ def _bind(
                 continue
             letter = letter.removeprefix("#")
             if over and letter not in shardable:
-                raise _unsplittable(op, name, repr(letter), over)
+                raise _unsplittable(op, name, letter, repr(letter), over)
             if bound.setdefault(letter, over) != over:
                 raise ValueError(
                     f"{op.name}: the specs of {said_by[letter]} and {name} split the axis "
@@ -236,7 +236,9 @@ def _bind_types(op: Op, inputs: CallInputs, given: TypeSpecs) -> dict[str, Axes]
             if not over or (letters and letters[axis].startswith("#") and x.shape[axis] == 1):
                 continue
             if letter not in shardable:
-                raise _unsplittable(op, name, repr(letter) if letter else f"axis {axis}", over)
+                raise _unsplittable(
+                    op, name, letter, repr(letter) if letter else f"axis {axis}", over
+                )
             if bound.setdefault(letter, over) != over:
                 raise ValueError(
                     f"{op.name}: {said_by[letter]} and {name} are split along {letter!r} "
@@ -249,10 +251,10 @@ def _bind_types(op: Op, inputs: CallInputs, given: TypeSpecs) -> dict[str, Axes]
     return bound
 
 
-def _unsplittable(op: Op, name: str, axis: str, over: Axes) -> ValueError:
+def _unsplittable(op: Op, name: str, letter: str, axis: str, over: Axes) -> ValueError:
     return ValueError(
         f"{op.name}: {name} cannot be split along {axis} over mesh axis {'/'.join(over)}"
-        f"{op.sharding_hints.get(axis[1:-1], '')}."
+        f"{op.sharding_hints.get(letter, '')}."
     )
 
 

@@ -6,7 +6,7 @@ import math
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -20,14 +20,25 @@ _Result = TypeVar("_Result")
 _SAMPLE_SECONDS = 2e-3
 _SAMPLE_SECONDS_AWAY = 20e-3
 _MOST_REPEATS = 200
+_LEAST_SAMPLES = 5  # of which a median and its uncertainty say something
 
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """Seconds of one call: the best sample and the median one."""
+    """Seconds of one call: the best sample, the median one and how well that is known."""
 
     best: float
     median: float
+    uncertainty: float = 0.0  # half the width of an interval that holds the median
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> "Measurement":
+        """The statistics of these samples, in seconds."""
+        if len(samples) < 2:
+            return cls(samples[0], samples[0])
+        first, median, third = statistics.quantiles(samples, n=4, method="inclusive")
+        # The notches of a box plot: a 95 % interval of the median.
+        return cls(min(samples), median, 1.57 * (third - first) / math.sqrt(len(samples)))
 
 
 def measure(fn: Callable[..., Any], *args: object, warmup: int = 1, iters: int = 3) -> Measurement:
@@ -51,29 +62,79 @@ def measure(fn: Callable[..., Any], *args: object, warmup: int = 1, iters: int =
         )
     for _ in range(warmup):
         jax.block_until_ready(fn(*args))
-    start = time.perf_counter()
-    out = jax.block_until_ready(fn(*args))
-    samples = [time.perf_counter() - start]
-    on_host = device_of(jax.tree.leaves(out)).platform == "cpu"
-    del out  # large results would take memory from those that follow
-    wanted = _SAMPLE_SECONDS if on_host else _SAMPLE_SECONDS_AWAY
-    repeats = min(_MOST_REPEATS, math.ceil(wanted / max(samples[0], 1e-9)))
-    if repeats > 1:
-        samples = []
+    sampler, first = _Sampler.of(fn, args)
+    samples = [first] if sampler.repeats == 1 else []
     while len(samples) < iters:
-        samples.append(_sample(fn, args, repeats, on_host))
+        samples.append(sampler())
     return Measurement(best=min(samples), median=statistics.median(samples))
 
 
-def _sample(fn: Callable[..., Any], args: tuple[Any, ...], repeats: int, on_host: bool) -> float:
-    """Seconds of a call. The host may run several at once; an accelerator has them queue up."""
+def interleaved(
+    functions: Sequence[Callable[..., Any]], args: tuple[Any, ...], seconds: float
+) -> list[Measurement]:
+    """Time several functions of the same arguments, their samples interleaved.
+
+    A device that warms up or slows down does so for all of them. Sampling stops as soon as the
+    intervals that hold the medians no longer overlap, at the latest after `seconds`, but not before
+    each function has five samples; one that is three times slower than the fastest has one.
+
+    Args:
+        functions: compiled.
+        args: their arguments.
+        seconds: for all functions together.
+    """
+    samplers, firsts = zip(*(_Sampler.of(fn, args) for fn in functions), strict=True)
+    samples = [[first] for first in firsts]
+    contenders = [i for i, first in enumerate(firsts) if first <= 3 * min(firsts)]
+    for i in contenders:
+        samples[i].clear()  # of one call, which waits for the device
     start = time.perf_counter()
-    for _ in range(repeats):
-        out = fn(*args)
-        if on_host:
-            jax.block_until_ready(out)
-    jax.block_until_ready(out)
-    return (time.perf_counter() - start) / repeats
+    while True:
+        for i in contenders:
+            samples[i].append(samplers[i]())
+        found = [Measurement.of(x) for x in samples]
+        if len(samples[contenders[0]]) < _LEAST_SAMPLES:
+            continue
+        best = min(contenders, key=lambda i: found[i].median)
+        decided = all(is_faster(found[best], found[i]) for i in contenders if i != best)
+        if decided or time.perf_counter() - start > seconds:
+            return found
+
+
+def is_faster(one: "Measurement", other: "Measurement") -> bool:
+    """Whether the difference of two medians is more than their noise."""
+    return one.median + one.uncertainty < other.median - other.uncertainty
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sampler:
+    """Gives seconds of one call, the mean of so many that the clock does not matter."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    repeats: int
+    on_host: bool
+
+    @classmethod
+    def of(cls, fn: Callable[..., Any], args: tuple[Any, ...]) -> "tuple[_Sampler, float]":
+        """The sampler of a function, and the seconds of its first call."""
+        start = time.perf_counter()
+        out = jax.block_until_ready(fn(*args))
+        first = time.perf_counter() - start
+        on_host = device_of(jax.tree.leaves(out)).platform == "cpu"
+        wanted = _SAMPLE_SECONDS if on_host else _SAMPLE_SECONDS_AWAY
+        repeats = min(_MOST_REPEATS, math.ceil(wanted / max(first, 1e-9)))
+        return cls(fn, args, repeats, on_host), first
+
+    def __call__(self) -> float:
+        # The host may run several calls at once; an accelerator has them queue up.
+        start = time.perf_counter()
+        for _ in range(self.repeats):
+            out = self.fn(*self.args)
+            if self.on_host:
+                jax.block_until_ready(out)
+        jax.block_until_ready(out)
+        return (time.perf_counter() - start) / self.repeats
 
 
 def outside_trace(fn: Callable[[], _Result]) -> _Result:

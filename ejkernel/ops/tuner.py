@@ -1,31 +1,33 @@
 """Which candidate is fastest: each is run, checked against a trusted one, then timed."""
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.core import Tracer
-from jaxtyping import PyTree
 
 from ejkernel import settings
 from ejkernel.errors import TuningWarning
 from ejkernel.ops import timing
-from ejkernel.ops.implementation import CallInputs, Choice
+from ejkernel.ops.implementation import Choice
 from ejkernel.ops.invocation import Invocation
-from ejkernel.ops.platform import Device, Platform
+from ejkernel.ops.measuring import (
+    ResultCheck,
+    by_xla,
+    compiled_together,
+    difference,
+    random_arguments,
+    runner,
+)
+from ejkernel.ops.platform import Platform
 
-_EPS = float(np.finfo(np.float32).eps)
+_COMPARING_SECONDS = 0.4  # of timing, for a few candidates
 _HOPELESS = 3.0  # times the best so far
 _NEAR = 1.25  # a platform whose guess is slower than that by no more is worth looking at closely
 
@@ -108,8 +110,8 @@ class Tuner:
         return timing.outside_trace(functools.partial(self._autotune, inv, choices))
 
     def _autotune(self, inv: Invocation, choices: list[Choice]) -> Tuned | None:
-        arguments = _arguments(inv, self._computed)
-        check = _ResultCheck(inv, choices, arguments, self._computed)
+        arguments = random_arguments(inv, self._computed, by_xla)
+        check = ResultCheck(inv, choices, arguments, self._computed)
         search = _Search(self, inv, arguments, check)
         groups: dict[int, list[Choice]] = {}
         for choice in choices:
@@ -122,24 +124,84 @@ class Tuner:
         search.total = len(ordered) + len(others)
         search.run(others)
         if search.dropped:
-            said = "; ".join(f"{describe(choice)} ({reason})" for choice, reason in search.dropped)
-            warnings.warn(
-                f"{inv.op.identifier(inv.direction)}: dropped {len(search.dropped)} of "
-                f"{len(choices)} candidates while tuning: {said}.",
-                TuningWarning,
-                stacklevel=2,
-            )
+            _warn_of_dropped(inv, len(choices), search.dropped)
         if not search.measured:
             return None
         best, seconds = min(search.measured, key=lambda pair: pair[1])
         return Tuned(best, seconds, search.measured, search.dropped)
+
+    def compare(self, inv: Invocation, choices: list[Choice]) -> Tuned | None:
+        """The fastest of a few choices, timed interleaved until it is clear which that is.
+
+        All are compiled side by side. The first is trusted: results are compared with its, and it
+        wins unless another one is faster by more than the noise.
+        """
+        if settings.shows_autotuning():
+            print(
+                f"ejkernel: comparing {len(choices)} configurations of "
+                f"{inv.op.identifier(inv.direction).partition('@')[0]} for this call, once; "
+                "EJKERNEL_AUTOTUNE_POLICY=heuristics forbids it, ejkernel.autotune compares all.",
+                file=sys.stderr,
+            )
+        return timing.outside_trace(functools.partial(self._compare, inv, choices))
+
+    def _compare(self, inv: Invocation, choices: list[Choice]) -> Tuned | None:
+        arguments = random_arguments(inv, self._computed, _preferred)
+        runs = [runner(inv, choice) for choice in choices]
+        right: list[tuple[Choice, Callable[..., Any]]] = []
+        dropped: list[tuple[Choice, str]] = []
+        expected: Any = None
+        with compiled_together(runs, arguments, inv.device) as compiled_runs:
+            for choice, compiled in zip(choices, compiled_runs, strict=True):
+                try:
+                    run = compiled()
+                    with self.device_lock:
+                        result = jax.block_until_ready(run(*arguments))
+                        reason = None if expected is None else difference(result, expected)
+                    expected = result if expected is None else expected
+                except Exception as error:  # a candidate that fails is dropped
+                    reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+                if reason is None:
+                    right.append((choice, run))
+                else:
+                    dropped.append((choice, reason))
+        if dropped:
+            _warn_of_dropped(inv, len(choices), dropped)
+        if not right:
+            return None
+        with self.device_lock:
+            seconds = timing.interleaved([run for _, run in right], arguments, _COMPARING_SECONDS)
+        measured = [(choice, one.median) for (choice, _), one in zip(right, seconds, strict=True)]
+        best = min(range(len(right)), key=lambda i: seconds[i].median)
+        if not timing.is_faster(seconds[best], seconds[0]):
+            best = 0
+        return Tuned(*measured[best], measured, dropped)
+
+
+def _preferred(inv: Invocation) -> Choice | None:
+    """The choice of the heuristics."""
+    supported, _ = inv.op.supporting(inv.direction, inv.inputs, inv.spec, inv.device, None)
+    if not supported:
+        return None
+    source, run = supported[0]
+    return Choice(source, run, run.heuristic(inv.inputs, inv.spec, inv.device))
+
+
+def _warn_of_dropped(inv: Invocation, count: int, dropped: list[tuple[Choice, str]]) -> None:
+    said = "; ".join(f"{describe(choice)} ({reason})" for choice, reason in dropped)
+    warnings.warn(
+        f"{inv.op.identifier(inv.direction)}: dropped {len(dropped)} of {count} candidates while "
+        f"tuning: {said}.",
+        TuningWarning,
+        stacklevel=3,
+    )
 
 
 class _Search:
     """Candidates that are compiled together, checked and timed one after the other."""
 
     def __init__(
-        self, tuner: Tuner, inv: Invocation, arguments: tuple[Any, ...], check: "_ResultCheck"
+        self, tuner: Tuner, inv: Invocation, arguments: tuple[Any, ...], check: ResultCheck
     ) -> None:
         self._tuner, self._inv, self._arguments, self._check = tuner, inv, arguments, check
         self._start = time.monotonic()
@@ -158,8 +220,8 @@ class _Search:
 
     def run(self, choices: list[Choice]) -> None:
         inv, arguments = self._inv, self._arguments
-        runs = [_runner(inv, choice) for choice in choices]
-        with _compiled(runs, arguments, inv.device) as compiled_runs:
+        runs = [runner(inv, choice) for choice in choices]
+        with compiled_together(runs, arguments, inv.device) as compiled_runs:
             for choice, compiled in zip(choices, compiled_runs, strict=True):
                 try:
                     run, seconds = compiled(), None
@@ -191,195 +253,6 @@ class _Search:
         )
 
 
-def _runner(inv: Invocation, choice: Choice) -> jax.stages.Wrapped:
-    """The candidate's pass as a jitted function of the arguments."""
-
-    def run(*arguments: PyTree) -> PyTree:
-        if inv.direction == "backward" and inv.op.rarely_used_outputs:
-            *others, d_outputs = arguments
-            # Made in here: a compiler that sees zeros leaves out what they make superfluous.
-            zeros = {
-                name: jnp.zeros_like(getattr(d_outputs, name))
-                for name in inv.op.rarely_used_outputs
-            }
-            arguments = (*others, d_outputs._replace(**zeros))
-        return choice.run(*arguments, inv.spec, choice.params, device=inv.device)
-
-    return jax.jit(run)
-
-
-@contextlib.contextmanager
-def _compiled(
-    runs: list[jax.stages.Wrapped], arguments: tuple[Any, ...], device: Device
-) -> Iterator[list[Callable[[], Callable[..., Any]]]]:
-    """For each run a function that gives it compiled, or raises why it cannot be.
-
-    For an accelerator the host compiles several at once; all of them are traced here, because
-    JAX keeps its settings per thread.
-    """
-    if device.platform == "cpu":
-        yield [lambda run=run: run for run in runs]
-        return
-    pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1)
-
-    def begin(run: jax.stages.Wrapped) -> Callable[[], Callable[..., Any]]:
-        try:
-            return pool.submit(run.lower(*arguments).compile).result
-        except Exception as error:
-            return functools.partial(_raise, error)
-
-    try:
-        yield [begin(run) for run in runs]
-    finally:  # after Ctrl-C, what has not begun is not compiled
-        pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _raise(error: Exception) -> Any:
-    raise error
-
-
-def _arguments(inv: Invocation, computed: Callable[..., Any]) -> tuple[Any, ...]:
-    """Random data of the call's shapes; for a backward also residuals and cotangents."""
-    inputs = _sample(inv)
-    if inv.direction == "forward":
-        return (inputs,)
-    forward = dataclasses.replace(inv, direction="forward")
-    if (trusted := _by_xla(forward)) is None:
-        raise LookupError(f"{inv.op.name}: XLA has no forward pass to tune a backward pass with.")
-    outputs, residuals = computed(_runner(forward, trusted), inputs)
-    leaves, treedef = jax.tree.flatten(outputs)
-    seeds = jax.random.split(jax.random.key(1), len(leaves))
-    cotangents = [
-        jax.random.normal(s, x.shape, x.dtype) for s, x in zip(seeds, leaves, strict=True)
-    ]
-    return inputs, residuals, jax.tree.unflatten(treedef, cotangents)
-
-
-def _sample(inv: Invocation) -> CallInputs:
-    """Random floats; integers as they came, or what the op says where they are not known yet."""
-    leaves, treedef = jax.tree.flatten(inv.inputs)
-    seeds = jax.random.split(jax.random.key(0), max(len(leaves), 1))
-
-    def draw(seed: jax.Array, x: jax.Array | np.ndarray | jax.ShapeDtypeStruct) -> Any:
-        if jnp.issubdtype(x.dtype, jnp.floating):
-            return jax.random.normal(seed, x.shape, x.dtype)
-        if isinstance(x, Tracer | jax.ShapeDtypeStruct):
-            return (
-                jnp.ones(x.shape, x.dtype) if x.dtype == jnp.bool_ else jnp.zeros(x.shape, x.dtype)
-            )
-        return x
-
-    drawn = jax.tree.unflatten(treedef, list(map(draw, seeds, leaves)))
-    return (
-        drawn if inv.op.tuning_inputs is None else inv.op.tuning_inputs(inv.inputs, drawn, inv.spec)
-    )
-
-
-class _ResultCheck:
-    """Compares a candidate with XLA at full precision; a user's own kernel with its heuristic."""
-
-    def __init__(
-        self,
-        inv: Invocation,
-        choices: list[Choice],
-        arguments: tuple[Any, ...],
-        computed: Callable[..., Any],
-    ) -> None:
-        self.floor = _EPS * (32 if inv.direction == "forward" else 128)
-        trusted = _by_xla(inv) or choices[0]
-        try:
-            plain = exact = _arrays(computed(_runner(inv, trusted), *arguments))
-            if not inv.op.differentiable_by_jax:
-                with jax.default_matmul_precision("highest"):
-                    exact = _arrays(computed(_runner(inv, trusted), *_widened(arguments)))
-            self._learn(plain, exact)
-        except Exception:  # then there is nothing to compare with: the first that runs is trusted
-            self.exact = None
-
-    def _learn(self, plain: list[jax.Array], exact: list[jax.Array]) -> None:
-        """What is right, and how far from it a result may be."""
-        self.exact = exact
-        self.allowed: list[float] = []
-        for one, other in zip(plain, exact, strict=True):
-            eps = max(self.floor, 64 * _resolution(one)) if one is other else self.floor
-            largest = _largest(other)
-            # XLA may round a result alone; what computes in the same type also rounds what it is
-            # made of: a place of the largest number, in addition to the half of the result itself.
-            last_place = _resolution(one) * 2.0 ** np.floor(np.log2(largest)) if largest else 0.0
-            rounding = max(2 * _distance(one, other), 1.5 * last_place)
-            self.allowed.append(rounding + eps * largest)
-
-    def objection(self, result: PyTree) -> str | None:
-        """Why the result cannot be right, or None."""
-        actual = _arrays(result)
-        if self.exact is None:
-            self._learn(actual, actual)
-        for got, exact, allowed in zip(actual, self.exact or (), self.allowed, strict=True):
-            if got.shape != exact.shape:
-                return f"gives shape {got.shape} where {exact.shape} is expected"
-            if not (distance := _distance(got, exact)) <= allowed:
-                return f"is off by {distance:.2e} where {allowed:.2e} is allowed"
-        return None
-
-
-def _by_xla(inv: Invocation) -> Choice | None:
-    """XLA's choice for the call, whatever its platform; None for an op that XLA does not have."""
-    inputs = inv.inputs
-    supported, _ = inv.op.supporting(
-        inv.direction, inputs, inv.spec, inv.device, Platform.XLA.value
-    )
-    if not supported:
-        return None
-    source, run = supported[0]
-    return Choice(source, run, run.heuristic(inputs, inv.spec, inv.device))
-
-
-def _arrays(tree: PyTree) -> list[jax.Array]:
-    return [jnp.asarray(x) for x in jax.tree.leaves(tree)]
-
-
-def _widened(tree: PyTree) -> PyTree:
-    return jax.tree.map(
-        lambda x: (
-            x.astype(jnp.float32)
-            if jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32
-            else x
-        ),
-        tree,
-    )
-
-
-def _resolution(x: jax.Array) -> float:
-    return float(jnp.finfo(x.dtype).eps) if jnp.issubdtype(x.dtype, jnp.floating) else 0.0
-
-
-@jax.jit
-def _gap(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Largest difference; equal infinities do not differ, a NaN differs from everything."""
-    a, b = _wide(a), _wide(b)
-    return jnp.where(a == b, 0.0, jnp.abs(a - b)).max(initial=0.0)
-
-
-@jax.jit
-def _size(x: jax.Array) -> jax.Array:
-    """The largest finite number."""
-    x = jnp.abs(_wide(x))
-    return jnp.where(jnp.isfinite(x), x, 0.0).max(initial=0.0)
-
-
-def _wide(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
-def _distance(a: jax.Array, b: jax.Array) -> float:
-    # On the device: to fetch long arrays and compare them here would take longer than to tune.
-    return float(_gap(a, b))
-
-
-def _largest(x: jax.Array) -> float:
-    return float(_size(x))
-
-
 def describe(choice: Choice) -> str:
     """The platform of a candidate and those of its parameters that are set."""
     params = choice.params
@@ -396,6 +269,5 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _print_progress(progress: Progress) -> None:
-    wanted = settings.autotune_progress()
-    if wanted or (wanted is None and sys.stderr.isatty()):
+    if settings.shows_autotuning():
         print(progress, file=sys.stderr)

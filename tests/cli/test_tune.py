@@ -3,6 +3,8 @@
 import concurrent.futures
 import dataclasses
 import re
+import threading
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,7 @@ from ejkernel.ops import (
     Executor,
     PersistentCache,
     executor,
-    tuner,
+    measuring,
 )
 from ejkernel.ops.config import FwdParams
 from ejkernel.ops.implementation import Choice, Pass
@@ -133,6 +135,45 @@ def test_a_cache_that_cannot_be_written_is_a_failure(tmp_path, monkeypatch):
     assert "ejkernel: cannot write the table of mean_pooling" in shown.output
 
 
+STEP = """
+import jax, jax.numpy as jnp
+from ejkernel import mean_pooling
+
+x = jax.ShapeDtypeStruct((2, 40, 8), jnp.float32)
+{arguments}
+
+
+@jax.grad
+def step(x):
+    return mean_pooling(x).sum()
+"""
+
+
+def test_the_calls_of_a_function_are_tuned(tmp_path):
+    (tmp_path / "train.py").write_text(STEP.format(arguments="arguments = (x,)"))
+    shown = run("tune", f"{tmp_path}/train.py:step", "--rounds", "1")
+    assert shown.exit_code == 0, shown.output
+    assert re.search(r"mean_pooling: \d+\.\d{3} ms, xla block_size=\d+", shown.output)
+    assert "Calls tuned: 2." in shown.output
+    assert len(PersistentCache("mean_pooling").items()) == 2
+
+
+@pytest.mark.parametrize(
+    ("place", "arguments", "said"),
+    [
+        ("absent.py:step", "arguments = (x,)", "there is no file"),
+        ("train.py:other", "arguments = (x,)", "defines no function other"),
+        ("train.py:step", "", "must define `arguments`"),
+        ("train.py:step", "arguments = lambda: x", "must be a tuple, got ShapeDtypeStruct"),
+    ],
+)
+def test_a_file_that_cannot_be_tuned_gets_a_sentence(tmp_path, place, arguments, said):
+    (tmp_path / "train.py").write_text(STEP.format(arguments=arguments))
+    shown = run("tune", f"{tmp_path}/{place}", columns=200)
+    assert shown.exit_code == 2
+    assert said in " ".join(shown.output.split())
+
+
 def test_an_unknown_named_call_is_wrong_usage():
     shown = run("tune", "flash_attention", "--workload", "nonsense")
     assert shown.exit_code == 2
@@ -164,15 +205,19 @@ def test_a_candidate_is_described_by_what_is_set():
     assert describe(choice._replace(params=None)) == "xla"
 
 
-def test_candidates_for_an_accelerator_are_compiled_at_once_until_one_gives_up():
+def test_candidates_for_an_accelerator_are_compiled_at_once_until_one_gives_up(as_a_user_calls):
     """The compiler is that of the host; the pool is the one that a GPU gets."""
     gpu = Device("gpu", "NVIDIA H200", (9, 0), "NVIDIA H200|absent")
     runs = [jax.jit(lambda x, i=i: x + i) for i in range(3)]
     x = jnp.ones(4)
-    with tuner._compiled(runs, (x,), gpu) as compiled:
+    with measuring.compiled_together(runs, (x,), gpu) as compiled:
         assert [float(run()(x)[0]) for run in compiled] == [1, 2, 3]
-    with pytest.raises(KeyboardInterrupt), tuner._compiled(runs * 20, (x,), gpu) as compiled:
+    until = threading.Event()
+    waiting = SimpleNamespace(lower=lambda x: SimpleNamespace(compile=lambda: until.wait(60)))
+    many = measuring.compiled_together([waiting] * 99, (x,), gpu)
+    with pytest.raises(KeyboardInterrupt), many as compiled:
         raise KeyboardInterrupt
+    until.set()
     with pytest.raises(concurrent.futures.CancelledError):
         compiled[-1]()
 

@@ -82,6 +82,7 @@ BIASES = {
     "bias": PAIRS,
     "bias_unmasked": PAIRS,
     "bias_of_keys": (2, 1, 1, 4096),
+    "bias_of_heads": (1, 8, 1, 1),
     "everything": PAIRS,
 }
 # Functions, because some masks are large.
@@ -99,6 +100,7 @@ FEATURES = {
     "bias": lambda: {"bias": BIASES["bias"], "mask": CAUSAL},
     "bias_unmasked": lambda: {"bias": BIASES["bias"]},
     "bias_of_keys": lambda: {"bias": BIASES["bias_of_keys"], "mask": CAUSAL},
+    "bias_of_heads": lambda: {"bias": BIASES["bias_of_heads"], "mask": CAUSAL},
     "soft_cap": lambda: {"soft_cap": 50.0, "mask": CAUSAL},
     "sinks": lambda: {"sinks": True, "mask": Band(-127, 0)},
     "dropout": lambda: {"dropout": True, "mask": CAUSAL},

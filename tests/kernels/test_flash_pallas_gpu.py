@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from evidence import proves
 from kernels import flash_gpu_programs as programs
+from kernels import static_mask_traces
 from kernels.flash_gpu_programs import H200
 
 from ejkernel import settings
@@ -24,7 +25,7 @@ from ejkernel.kernels.flash_attention.inputs import Dropout, Inputs, Spec
 from ejkernel.kernels.flash_attention.pallas_sm90 import configs, mask_operands, schedule
 from ejkernel.kernels.flash_attention.pallas_sm90.configs import DK, DK_DV, DQ, DV
 from ejkernel.kernels.flash_attention.pallas_sm90.gradient_kernel import staged_bias
-from ejkernel.ops.config import FwdParams
+from ejkernel.ops.config import BwdParams, FwdParams
 from ejkernel.ops.platform import device_of
 from ejkernel.types.rules import (
     And,
@@ -599,3 +600,11 @@ def test_parameters_become_tiles_that_exist():
     assert ask(q_blocksize=512, kv_blocksize=512).block_q == 192
     assert ask(kv_blocksize=128, num_stages=9).stages == 2
     assert dataclasses.is_dataclass(ask())
+
+
+@pytest.mark.parametrize("name", static_mask_traces.MASKS)
+def test_tracing_with_a_static_mask_compiles_nothing(name, compilations):
+    static_mask_traces.trace(
+        pallas_sm90.IMPLEMENTATION, static_mask_traces.MASKS[name], BwdParams(deterministic=False)
+    )
+    assert not compilations

@@ -10,10 +10,12 @@ import pytest
 from conformance.cases import Case
 from conformance.oracle import assert_as_good_as_rounding
 from evidence import proves
+from kernels import static_mask_traces
 from kernels.triton_testing import H200, SHARED, compiled, lowered, marked, needs_triton
 
 from ejkernel.cli.oracle import with_gradients
 from ejkernel.errors import UnsupportedError
+from ejkernel.kernels.common.triton import bridge
 from ejkernel.kernels.flash_attention import OP
 from ejkernel.kernels.flash_attention import triton as flash_triton
 from ejkernel.kernels.flash_attention.config import FlashAttentionConfig
@@ -380,3 +382,10 @@ def test_no_candidate_spills_registers(capability, what, dim):
 def test_it_lowers_for_an_absent_gpu():
     """A machine with the CUDA plugin and no GPU lowers a program for an H200."""
     assert lowered("triton_lower.py") == ["1", "3"]
+
+
+@pytest.mark.parametrize("name", static_mask_traces.MASKS)
+def test_tracing_with_a_static_mask_compiles_nothing(name, compilations):
+    with bridge.recorded_launches():
+        static_mask_traces.trace(flash_triton.IMPLEMENTATION, static_mask_traces.MASKS[name])
+    assert not compilations

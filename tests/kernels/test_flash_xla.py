@@ -14,6 +14,7 @@ from tiers import quick
 
 from ejkernel.kernels.flash_attention import reference, xla
 from ejkernel.kernels.flash_attention.inputs import Dropout, Inputs, Outputs, Spec
+from ejkernel.modules import flash_attention
 from ejkernel.ops.config import BwdParams, FwdParams
 from ejkernel.types.rules import (
     Band,
@@ -392,3 +393,11 @@ def test_a_mask_of_blocks_gets_its_blocks(given, chosen):
         assert xla.heuristic_forward(inputs, spec) == chosen
         assert xla.heuristic_backward(inputs, spec) == chosen
         assert chosen in xla.candidates_forward(inputs, spec)
+
+
+def test_a_dense_mask_that_is_a_constant_is_not_evaluated_by_the_compiler(compilations):
+    """Which took it half a minute at this length."""
+    mask = jnp.asarray(np.random.default_rng(0).random((1, 2048, 2048)) < 0.5)
+    x = jnp.ones((1, 2048, 1, 16))
+    jax.jit(lambda q: flash_attention(q, x, x, attention_mask=mask)).lower(x).compile()
+    assert sum(compilations) < 10

@@ -35,6 +35,7 @@ def compile_calls(launches, facts):
                 "shared": found.shared_memory,
                 "tensor": found.tensor_memory,
                 "wgmma": "wgmma" in found.ptx,
+                "wide": ".v4.b32" in found.ptx,  # loads or stores of 16 bytes
             }
             print(json.dumps(line | facts(launch)), flush=True)
 

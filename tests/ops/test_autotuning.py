@@ -5,7 +5,14 @@ import jax.numpy as jnp
 import pytest
 
 import ejkernel
-from ejkernel.ops import default_executor, record_invocations
+from ejkernel.ops import (
+    AutotuningResult,
+    ConfigCache,
+    ConfigSelectorChain,
+    Executor,
+    default_executor,
+    record_invocations,
+)
 
 X = jax.ShapeDtypeStruct((3, 24, 8), jnp.float32)
 
@@ -39,3 +46,23 @@ def test_a_function_without_operations_gets_a_sentence():
         ValueError, match=r"^autotune: the function called no operation of ejkernel"
     ):
         ejkernel.autotune(jnp.sin, X)
+
+
+def test_a_result_is_saved_and_loaded(tmp_path):
+    tuned = ejkernel.autotune(ejkernel.mean_pooling, X)
+    tuned.save(tmp_path / "tuned.json")
+    loaded = AutotuningResult.load(tmp_path / "tuned.json")
+    assert [*loaded.entries] == [*tuned.entries]
+    events = []
+    chain = ConfigSelectorChain(ConfigCache(), on_event=lambda name, **_: events.append(name))
+    with loaded:
+        Executor(chain)(ejkernel.mean_pooling, jnp.ones(X.shape))
+    assert events == ["overlay_hit"]
+
+
+def test_another_file_is_refused_in_a_sentence(tmp_path):
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(
+        ValueError, match=r"^AutotuningResult: cannot load .*other.json: its format"
+    ):
+        AutotuningResult.load(tmp_path / "other.json")

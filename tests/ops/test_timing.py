@@ -82,6 +82,34 @@ def test_the_clock_stops_when_the_last_result_is_there(monkeypatch, platform, sa
     assert log == warmup + first + 2 * sample
 
 
+def test_interleaved_functions_are_told_apart_with_few_samples(monkeypatch):
+    clock = Clock(monkeypatch)
+    taken = {"slow": 0, "fast": 0, "hopeless": 0}
+
+    def takes(name, seconds):
+        def run():
+            taken[name] += 1
+            clock.move(seconds)
+
+        return run
+
+    functions = [takes("slow", 1.1), takes("fast", 1.0), takes("hopeless", 9.0)]
+    slow, fast, hopeless = timing.interleaved(functions, (), seconds=1e9)
+    assert timing.is_faster(fast, slow)
+    assert not timing.is_faster(slow, fast)
+    assert (slow.median, fast.median, hopeless.median) == pytest.approx((1.1, 1.0, 9.0))
+    assert taken == {"slow": 6, "fast": 6, "hopeless": 1}
+
+
+def test_functions_that_cannot_be_told_apart_are_sampled_until_the_time_is_up(monkeypatch):
+    clock = Clock(monkeypatch)
+    same = lambda: clock.move(1.0)
+    one, other = timing.interleaved([same, same], (), seconds=30.0)
+    assert not timing.is_faster(one, other)
+    assert not timing.is_faster(other, one)
+    assert 30 < clock.now < 36
+
+
 def test_a_compiled_function_is_timed_to_its_end():
     def pause(x):
         time.sleep(0.01)

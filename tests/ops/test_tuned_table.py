@@ -16,14 +16,21 @@ from ejkernel.kernels.flash_attention import OP, xla
 from ejkernel.kernels.flash_attention.config import FlashAttentionConfig
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
 from ejkernel.kernels.ragged_page_attention_v3.triton.configs import presets, tile_config
-from ejkernel.ops import AutotunePolicy, ConfigCache, ConfigSelectorChain, Executor, Tuner
-from ejkernel.ops import tuner as tuners
+from ejkernel.ops import (
+    AutotunePolicy,
+    ConfigCache,
+    ConfigSelectorChain,
+    Executor,
+    Tuner,
+    measuring,
+)
 from ejkernel.ops.config import BwdParams, Config, FwdParams
 from ejkernel.ops.executor import Request
 from ejkernel.ops.implementation import Choice, Implementation, Pass, Source
 from ejkernel.ops.invocation import Invocation
 from ejkernel.ops.persistent import ShippedTable, write_tuned
 from ejkernel.ops.platform import Backend, Device, Platform, device_of
+from ejkernel.ops.tuner import Tuned
 from ejkernel.types.rules import Segments
 
 SPEC = Spec(softmax_scale=0.5)
@@ -77,6 +84,8 @@ class OtherConfig(Config):
 class Untouchable(Tuner):
     def autotune(self, inv, choices):
         raise AssertionError("the table knows this call")
+
+    compare = autotune
 
 
 def executor(tuner, events):
@@ -137,8 +146,7 @@ def test_a_case_of_an_op_reads_the_table_of_that_op(tmp_path, monkeypatch, as_a_
     monkeypatch.setattr(ShippedTable, "for_op", tables.get)
     gradient(executor(Untouchable(), events), op.renamed("case"))
     assert set(events) == {("cache_hit", "shipped")}
-    with pytest.raises(AssertionError, match="knows this call"):
-        gradient(executor(Untouchable(), []), op.renamed("other", config=OtherConfig))
+    assert op.renamed("other", config=OtherConfig).tuned_as == ()
 
 
 def test_scaled_dot_product_attention_reads_what_flash_attention_was_tuned_to():
@@ -162,10 +170,78 @@ def test_tuning_finds_the_best_of_each_pass():
     op = two_ways(ran)
     # Forward pallas, triton, xla; then backward.
     who = executor(Stopwatch(1.0, 2.0, 3.0, 2.0, 1.0, 3.0), events)
-    gradient(who, op)
+    for call in calls(op):
+        who.chooser.tune(call)
     chosen = [who.chooser.choose(call).source.platform for call in calls(op)]
     assert chosen == [Platform.PALLAS, Platform.TRITON]
     assert [name for name, _ in events].count("autotune_start") == 2
+
+
+def with_rivals(run, count, rivals=None):
+    """Flash attention by one pass that has so many candidates besides its heuristic."""
+    sizes = [FwdParams(q_blocksize=8 * (i + 1)) for i in range(count + 1)]
+    one = Pass(
+        run=run,
+        features=frozenset(),
+        heuristic=lambda *call: sizes[0],
+        candidates=lambda *call: sizes,
+        rivals=None if rivals is None else lambda *call: [sizes[i] for i in rivals],
+    )
+    sources = [Source(Platform.PALLAS, Backend.ANY, Implementation(forward=one)), OP.sources[-1]]
+    return dataclasses.replace(calls(OP)[0], op=OP.renamed("flash_attention", sources=sources))
+
+
+class Comparing(Tuner):
+    """Notes what it is given to compare, and finds the last one fastest."""
+
+    def __init__(self):
+        super().__init__()
+        self.compared = []
+
+    def compare(self, inv, choices):
+        self.compared.append([choice.params.q_blocksize for choice in choices])
+        times = [(choice, 1.0) for choice in choices]
+        return Tuned(choices[-1], 1.0, times, [])
+
+
+@pytest.mark.parametrize(
+    ("rivals", "compared"),
+    [(None, [[8, 16, 24, 32]]), ((5, 2), [[8, 48, 24]]), ((), [])],
+    ids=["without a model", "with a model", "no rival"],
+)
+def test_a_first_call_compares_the_heuristic_with_three_rivals_at_most(rivals, compared):
+    call, tuner = with_rivals(xla.run_forward, 6, rivals), Comparing()
+    chooser = executor(tuner, []).chooser
+    chosen = chooser.choose(call).params.q_blocksize
+    assert tuner.compared == compared
+    assert chosen == (compared[0][-1] if compared else 8)
+    assert chooser.choose(call).params.q_blocksize == chosen  # known by now
+    assert len(tuner.compared) == len(compared)
+
+
+def test_rivals_that_fail_or_disagree_are_dropped():
+    def run(inputs, spec, params):
+        if params.q_blocksize == 16:
+            raise RuntimeError("does not compile")
+        out, lse = xla.run_forward(inputs, spec, FwdParams(q_blocksize=8, kv_blocksize=8))[0]
+        return Outputs(out + (params.q_blocksize == 24), lse), Outputs(out, lse)
+
+    call = with_rivals(run, 3)
+    with pytest.warns(TuningWarning, match="dropped 2 of 4.*does not compile.*off by"):
+        choice = executor(Tuner(), []).chooser.choose(call)
+    assert choice.params.q_blocksize in (8, 32)
+
+
+def test_the_line_about_a_comparison_says_how_to_forbid_it(capsys):
+    call = with_rivals(
+        lambda i, s, p: xla.run_forward(i, s, FwdParams(q_blocksize=8, kv_blocksize=8)), 1
+    )
+    with settings.override(autotune_progress=True):
+        executor(Tuner(), []).chooser.choose(call)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("ejkernel: comparing 2 configurations of flash_attention")
+    assert "EJKERNEL_AUTOTUNE_POLICY=heuristics" in line
+    assert "ejkernel.autotune" in line
 
 
 def test_a_candidate_that_is_wrong_is_never_timed():
@@ -264,7 +340,7 @@ def test_backward_passes_are_tuned_without_a_gradient_of_the_log_sum_exp():
         run=lambda inputs, residuals, d_outputs, spec, params: d_outputs, features=frozenset()
     )
     call = calls(OP)[1]
-    run = tuners._runner(call, Choice(OP.sources[0], shown, None))
+    run = measuring.runner(call, Choice(OP.sources[0], shown, None))
     ones = Outputs(jnp.ones((1, 16, 2, 8)), jnp.ones((1, 2, 16)))
     seen = run(INPUTS, ones, ones)
     assert (seen.out == 1).all()
@@ -276,7 +352,7 @@ def test_documents_that_are_not_known_yet_are_tuned_as_equal_ones(as_a_user_call
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), INPUTS)
     inputs = shapes._replace(mask=Segments(ids, ids, documents=4))  # type: ignore[arg-type]
     call = dataclasses.replace(calls(OP)[0], inputs=inputs)
-    (drawn,) = tuners._arguments(call, Tuner()._computed)
+    (drawn,) = measuring.random_arguments(call, Tuner()._computed, measuring.by_xla)
     assert drawn.mask.q_ids.tolist() == [[0] * 4 + [1] * 4 + [2] * 4 + [3] * 4]
     assert drawn.mask.documents == 4
 
@@ -325,8 +401,8 @@ def test_an_h200_is_shipped_with_an_entry_for_every_named_call(name):
 
 def test_a_result_that_is_rounded_to_the_other_side_is_no_wrong_one():
     """One place of the largest number away it passes, two places away it does not."""
-    judge = object.__new__(tuners._ResultCheck)
-    judge.floor = tuners._EPS
+    judge = object.__new__(measuring.ResultCheck)
+    judge.floor = measuring._EPS
     exact = jnp.array([3.0, 1.0], jnp.float32)
     plain = exact.astype(jnp.bfloat16)
     judge._learn([plain], [exact])

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import ArrayLike
+from jaxtyping import PyTree
 
 from ejkernel.kernels.blocksparse_attention import OP
 from ejkernel.kernels.blocksparse_attention.config import BlockSparseAttentionConfig
@@ -110,10 +111,13 @@ def blocksparse_attention(
     name = OP.name
     if layout not in ("bshd", "bhsd"):
         raise ValueError(f"{name}: layout must be 'bshd' or 'bhsd', got {layout!r}.")
-    query, key, value = (
-        _sequence_first(as_array(name, label, x), layout)
-        for label, x in (("query", query), ("key", key), ("value", value))
+    arrays = (
+        as_array(name, "query", query),
+        as_array(name, "key", key),
+        as_array(name, "value", value),
     )
+    heads_first = layout == "bhsd" and all(x.ndim == 4 for x in arrays)
+    query, key, value = _swapped(arrays) if heads_first else arrays
     check_attention_shapes(name, query, key, value)
     extent = Extent(query.shape[0], query.shape[2], query.shape[1], key.shape[1])
     rule = attention_rule(
@@ -145,15 +149,16 @@ def blocksparse_attention(
     if 0 in (*extent, value.shape[3]):
         out = jnp.zeros((*query.shape[:3], value.shape[3]), query.dtype)
     else:
-        specs = (_specs_sequence_first(x, layout) for x in (in_specs, out_specs))
-        request = Request(platform, cfg, mesh, *specs)
+        given, returned = (_specs_sequence_first(x, layout) for x in (in_specs, out_specs))
+        request = Request(platform, cfg, mesh, in_specs=given, out_specs=returned)
         out = executor.run(OP, inputs, spec, request).out
-    return _sequence_first(out, layout)
+    return _swapped(out) if layout == "bhsd" else out
 
 
-def _sequence_first(x: jax.Array, layout: str) -> jax.Array:
-    """[b, n, s, d] <-> [b, s, n, d] where the layout is head-first."""
-    return jnp.swapaxes(x, 1, 2) if layout == "bhsd" and x.ndim == 4 else x
+@jax.jit
+def _swapped(arrays: PyTree) -> PyTree:
+    """[b, n, s, d] <-> [b, s, n, d], all by one program in an eager call."""
+    return jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2), arrays)
 
 
 def _specs_sequence_first(specs: Specs | list[PartitionSpec | None], layout: str) -> Specs:

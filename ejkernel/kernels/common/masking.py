@@ -140,7 +140,7 @@ def _offset(op: str, offset: object, count: int, per: str) -> int | jax.Array:
             f"{op}: causal_offset must be an int or {count} ints, one per {per}, "
             f"got {offset.dtype}{list(offset.shape)}."
         )
-    return jnp.atleast_1d(offset).astype(jnp.int32)
+    return (offset[None] if offset.ndim == 0 else offset).astype(jnp.int32)
 
 
 class _Packing(NamedTuple):

@@ -5,6 +5,7 @@ from typing import ClassVar, Final, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import ArrayLike
 
@@ -267,8 +268,17 @@ def _dropout(op: str, softmax: SoftmaxArguments, extent: Extent) -> Dropout | No
     seed = dropout_seed(op, softmax.dropout_prob, softmax.dropout_seed)
     if seed is None:
         return None
-    index = jnp.zeros if softmax.broadcast_dropout else jnp.arange
-    return Dropout(seed, index(extent.batch, dtype=jnp.int32), index(extent.heads, dtype=jnp.int32))
+    rows, heads = (
+        _indices(count, softmax.broadcast_dropout) for count in (extent.batch, extent.heads)
+    )
+    return Dropout(seed, rows, heads)
+
+
+def _indices(count: int, shared: bool) -> jax.Array:
+    """The indices that random bits depend on; all 0 where they are shared."""
+    library = np if isinstance(count, int) else jnp  # a symbolic size is known to JAX alone
+    index = library.zeros if shared else library.arange
+    return jnp.asarray(index(count, dtype=np.int32))
 
 
 class FlashAttention(Module):

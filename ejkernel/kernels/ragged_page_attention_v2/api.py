@@ -14,11 +14,7 @@ from ejkernel.kernels.common.paged import arguments
 from ejkernel.kernels.common.paged.arguments import Options, Sequences
 from ejkernel.kernels.ragged_page_attention_v2 import OP
 from ejkernel.kernels.ragged_page_attention_v2.config import RaggedPageAttentionv2Config
-from ejkernel.kernels.ragged_page_attention_v3.api import (
-    attend_ragged,
-    ragged_lse,
-    ragged_output,
-)
+from ejkernel.kernels.ragged_page_attention_v3.api import attend_ragged
 from ejkernel.kernels.ragged_page_attention_v3.config import PagedConfig
 from ejkernel.kernels.ragged_page_attention_v3.inputs import Spec
 from ejkernel.ops.executor import Request
@@ -169,9 +165,8 @@ def ragged_page_attention_v2(
     )
     request = Request(platform, cfg, mesh, in_specs, out_specs)
     names = ("context_lens", "block_tables")
-    outputs = attend_ragged(OP, CombinedSpec, query, cache, sequences, options, request, names)
-    out = ragged_output(outputs)
-    return (out, ragged_lse(outputs)) if return_lse else out
+    out, lse = attend_ragged(OP, CombinedSpec, query, cache, sequences, options, request, names)
+    return (out, lse) if return_lse else out
 
 
 def _sequences(

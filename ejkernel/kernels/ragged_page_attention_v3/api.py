@@ -1,7 +1,7 @@
 """The call: what it takes, what it means, how it becomes `Inputs` and `Spec`."""
 
 import dataclasses
-from typing import Any, ClassVar, Final, Literal, Protocol, overload, runtime_checkable
+from typing import Any, ClassVar, Final, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -172,9 +172,8 @@ def ragged_page_attention_v3(
     )
     request = Request(platform, cfg, mesh, in_specs, out_specs)
     names = ("cu_seqlens_k", "page_indices")
-    outputs = attend_ragged(OP, Spec, query, cache, sequences, options, request, names)
-    out = ragged_output(outputs)
-    return (out, ragged_lse(outputs)) if return_lse else out
+    out, lse = attend_ragged(OP, Spec, query, cache, sequences, options, request, names)
+    return (out, lse) if return_lse else out
 
 
 def ragged_sequences(
@@ -204,25 +203,12 @@ def ragged_out_specs(out_specs: object) -> Any:
     return arguments.rearranged_specs(out_specs, RAGGED, RAGGED_LSE)
 
 
-@runtime_checkable
-class Results(Protocol):
-    """Results of a call of one row: those of this op, or of the one that also writes the cache."""
+def without_rows(outputs: Any) -> Any:
+    """The output [tokens, heads, value_dim] and log-sum-exp [tokens, heads] of the only row.
 
-    @property
-    def out(self) -> jax.Array: ...
-
-    @property
-    def lse(self) -> jax.Array: ...
-
-
-def ragged_output(outputs: Results) -> jax.Array:
-    """The output without the axis of rows, [tokens, heads, value_dim]."""
-    return outputs.out.reshape(outputs.out.shape[1:])
-
-
-def ragged_lse(outputs: Results) -> jax.Array:
-    """The log-sum-exp, [tokens, heads]."""
-    return outputs.lse[0].T
+    `outputs` are those of this op, or of the one that also writes the cache.
+    """
+    return outputs._replace(out=outputs.out[0], lse=outputs.lse[0].T)
 
 
 def attend_ragged(
@@ -235,11 +221,12 @@ def attend_ragged(
     request: Request,
     names: tuple[str, str],
 ) -> Outputs:
-    """`attend` for queries [tokens, heads, head_dim], which become one row."""
+    """`attend` for queries [tokens, heads, head_dim], which become one row and back."""
     request = dataclasses.replace(
         request,
         in_specs=arguments.rearranged_specs(request.in_specs, RAGGED),
         out_specs=ragged_out_specs(request.out_specs),
+        finish=without_rows,
     )
     rows = jax.lax.expand_dims(query, (0,))
     return attend(op, spec_type, rows, cache, sequences, options, request, names)
@@ -274,7 +261,8 @@ def attend(
         traced_window=arguments.traced_window(op.name, options),
     )
     if 0 in (query.size, cache.keys.size, cache.value_dim, sequences.page_indices.size):
-        return nothing_seen(query, cache)
+        nothing = nothing_seen(query, cache)
+        return nothing if request.finish is None else request.finish(nothing)
     return executor.run(op, inputs, spec, request)
 
 

@@ -16,9 +16,8 @@ from ejkernel.kernels.ragged_page_attention_v3.api import (
     RAGGED,
     RAGGED_LSE,
     nothing_seen,
-    ragged_lse,
-    ragged_output,
     ragged_sequences,
+    without_rows,
 )
 from ejkernel.kernels.ragged_page_attention_v3_update import OP
 from ejkernel.kernels.ragged_page_attention_v3_update.config import (
@@ -195,11 +194,11 @@ def ragged_page_attention_v3_update(
     spec = Spec(**arguments.statics(name, query.shape[2], options))
     names = ("cu_seqlens_k", "page_indices")
     arguments.check_sequences(name, sequences, cache, spec.sliding_window, names)
-    rows = jax.lax.expand_dims(query, (0,))
+    rows, new_keys, new_values = _as_rows((query, new_key, new_value))
     inputs = LAYOUTS[kv_layout][0](
         rows,
-        jax.lax.expand_dims(new_key, (0,)),
-        jax.lax.expand_dims(new_value, (0,)),
+        new_keys,
+        new_values,
         cache.keys,
         cache.separate_values,
         *sequences,
@@ -209,7 +208,8 @@ def ragged_page_attention_v3_update(
         traced_window=arguments.traced_window(name, options),
     )
     if 0 in (query.size, cache.keys.size, cache.value_dim, sequences.page_indices.size):
-        outputs = Outputs(*nothing_seen(rows, cache), inputs.key_pages, inputs.value_pages)
+        nothing = Outputs(*nothing_seen(rows, cache), inputs.key_pages, inputs.value_pages)
+        outputs = without_rows(nothing)
     else:
         request = Request(
             platform,
@@ -217,11 +217,18 @@ def ragged_page_attention_v3_update(
             mesh,
             arguments.rearranged_specs(in_specs, RAGGED, RAGGED, RAGGED),
             _out_specs(out_specs, return_lse),
+            finish=without_rows,
         )
         outputs = executor.run(_OPS[kv_layout], inputs, spec, request)
     pages = _one_of_each_head(outputs, kv_layout, cache.kv_heads)
-    out = ragged_output(outputs)
-    return (out, ragged_lse(outputs), *pages) if return_lse else (out, *pages)
+    results = (outputs.out, outputs.lse) if return_lse else (outputs.out,)
+    return (*results, *pages)
+
+
+@jax.jit
+def _as_rows(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Arrays of tokens as one row each, all by one program in an eager call."""
+    return tuple(jax.lax.expand_dims(x, (0,)) for x in arrays)
 
 
 def _tokens(

@@ -33,6 +33,7 @@ from ejkernel.kernels.common.mosaic_gpu.launch import specialise_warpgroups as s
 from ejkernel.kernels.common.mosaic_gpu.launch import why_not_hopper as why_not_hopper
 from ejkernel.kernels.common.mosaic_gpu.registers import broadcast_columns as broadcast_columns
 from ejkernel.kernels.common.mosaic_gpu.registers import broadcast_rows as broadcast_rows
+from ejkernel.kernels.common.mosaic_gpu.registers import broadcast_scalar as broadcast_scalar
 from ejkernel.kernels.common.mosaic_gpu.registers import column_index as column_index
 from ejkernel.kernels.common.mosaic_gpu.registers import column_layout as column_layout
 from ejkernel.kernels.common.mosaic_gpu.registers import full as full

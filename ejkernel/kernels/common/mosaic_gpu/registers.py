@@ -37,6 +37,11 @@ def broadcast_columns(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, (1,)), plgpu.Layout.WGMMA)
 
 
+def broadcast_scalar(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """One number for all elements, in the layout of other tiles: branches must agree in it."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, ()), plgpu.Layout.WGMMA)
+
+
 def column_index(shape: tuple[int, ...]) -> jax.Array:
     """The index of each element's column."""
     return plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)

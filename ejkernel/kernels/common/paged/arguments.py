@@ -205,12 +205,14 @@ def scale(op: str, name: str, x: ArrayLike | None, kv_heads: int) -> jax.Array |
     """One scale for each key head."""
     if x is None:
         return None
-    scales = as_array(op, name, x)
+    scales = np.asarray(x, np.float32) if isinstance(x, float) else as_array(op, name, x)
     check_floating(op, name, scales.dtype)
     if scales.shape not in ((), (1,), (kv_heads,)):
         raise ValueError(
             f"{op}: {name} must be one number or [{kv_heads}], got {list(scales.shape)}."
         )
+    if isinstance(scales, np.ndarray):  # a number needs no program
+        return jax.device_put(np.full((kv_heads,), scales))
     return jnp.broadcast_to(scales, (kv_heads,))
 
 

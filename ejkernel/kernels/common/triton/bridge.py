@@ -35,7 +35,7 @@ from ejkernel.ops.platform import Device
 _MIN_COMPUTE_CAPABILITY = (8, 0)
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _EIGHT_BITS = {"int8": "i8", "float8_e4m3fn": "fp8e4nv", "float8_e5m2": "fp8e5"}
-_TRITON_DTYPES = {**_DTYPES, **_EIGHT_BITS, "int32": "i32"}
+_TRITON_DTYPES = {**_DTYPES, **_EIGHT_BITS, "int32": "i32", "bool": "i1"}
 _INTERPRETED_MULTIPROCESSORS = 3  # few: the interpreter runs one program after the other
 _UNKNOWN_GPU_MULTIPROCESSORS = 84
 _DECLARED: list[Callable] = []  # Python functions
@@ -312,7 +312,32 @@ def _jax_triton() -> Any:
     module = importlib.import_module("jax_triton")  # which clears this variable
     if cache_dir is not None:
         os.environ["TRITON_CACHE_DIR"] = cache_dir
+    if "torch" not in sys.modules:
+        _initialize_without_torch()
     return module
+
+
+def _initialize_without_torch() -> None:
+    """Let Triton's native code look up its types now, when it finds no torch.
+
+    At the first kernel it imports torch if that is installed, which takes seconds, and uses it only
+    to recognize tensors sooner. Tensors of a program that imports torch later are recognized by
+    their attributes.
+    """
+    library: Any = importlib.import_module("triton._C.libtriton")
+    specialize = getattr(library, "native_specialize_impl", None)
+    if specialize is None:
+        return
+    # What else it imports: torch is hidden for microseconds only.
+    importlib.import_module("triton.tools.tensor_descriptor")
+    importlib.import_module("triton.experimental.gluon.nvidia.hopper")
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+        # A version that takes other arguments initializes itself later.
+        with contextlib.suppress(TypeError):
+            specialize(None, 2, False, False, False)
+    finally:
+        del sys.modules["torch"]
 
 
 def _jit_function(function: Callable) -> Any:

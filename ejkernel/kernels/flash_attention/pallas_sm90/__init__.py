@@ -112,6 +112,7 @@ IMPLEMENTATION = Implementation(
         why_not=why_not,
         heuristic=configs.heuristic_forward,
         candidates=configs.candidates_forward,
+        rivals=configs.rivals_forward,
     ),
     backward=Pass(
         run=run_backward,
@@ -119,6 +120,7 @@ IMPLEMENTATION = Implementation(
         why_not=why_not,
         heuristic=configs.heuristic_backward,
         candidates=configs.candidates_backward,
+        rivals=configs.rivals_backward,
         nondeterministic=nondeterministic_backward,
         yields_to=backward_yields_to,
     ),

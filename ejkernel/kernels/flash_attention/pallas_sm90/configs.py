@@ -25,6 +25,12 @@ _INTERVALS = Everything | Band | Chunks | KeyLength | QueryLength
 _NARROW_WINDOW = 512  # keys
 # Registers for tiles of a thread where there are two consumer warpgroups.
 _BACKWARD_REGISTERS = 192
+# Measured on an H200 at equal occupancy: rows per second by consumer warpgroups, relative to two.
+_FORWARD_RATES = {1: 0.8, 2: 1.0, 3: 1.2}
+_RIVAL = 1.05  # times the expected time of the heuristic's tiles
+# From so many query heads per key head on, the separate backward kernels may beat the fused one,
+# which adds the gradients of all of them to memory.
+_LARGE_GROUP = 8
 
 
 def padded_dims(inputs: Inputs) -> tuple[int, int]:
@@ -104,6 +110,26 @@ def candidates_forward(inputs: Inputs, spec: Spec, device: Device) -> list[FwdPa
         _with_most_stages(consumers, block_k, head_dim, value_dim) for consumers, block_k in sizes
     )
     return [_forward_params(x) for x in tiles if x and _fits_registers(x, inputs)]
+
+
+def rivals_forward(inputs: Inputs, spec: Spec, device: Device) -> list[FwdParams]:
+    """Tiles that may be faster than the heuristic's, by the waves of work items.
+
+    A thread block processes so many work items one after the other; larger tiles are processed at a
+    higher rate, but leave more of the last wave idle.
+    """
+    batch, q_len, heads, _ = inputs.query.shape
+
+    def expected(tiles: ForwardTileConfig) -> float:
+        items = batch * heads * -(-q_len // tiles.block_q)
+        waves = -(-items // gpu.multiprocessors(device))
+        return waves * tiles.block_q / _FORWARD_RATES[tiles.consumers]
+
+    limit = _RIVAL * expected(forward_tiles(inputs, None))
+    candidates = candidates_forward(inputs, spec, device)
+    expectations = {params: expected(forward_tiles(inputs, params)) for params in candidates}
+    near = [params for params in candidates if expectations[params] <= limit]
+    return sorted(near, key=expectations.__getitem__)
 
 
 def _default_forward_tiles(inputs: Inputs) -> ForwardTileConfig:
@@ -334,6 +360,13 @@ def candidates_backward(inputs: Inputs, spec: Spec, device: Device) -> list[BwdP
     """All tiles worth timing."""
     sizes = [BwdParams(q_blocksize=q, kv_blocksize=k) for q in (64, 128) for k in (64, 128)]
     return list(dict.fromkeys(_backward_params(inputs, spec, params) for params in sizes))
+
+
+def rivals_backward(inputs: Inputs, spec: Spec, device: Device) -> list[BwdParams]:
+    """Tiles that may be faster than the fused kernel, or than the heuristic's tiles."""
+    if inputs.query.shape[2] >= _LARGE_GROUP * inputs.key.shape[2]:
+        return [heuristic_backward(inputs, spec, device)]
+    return []
 
 
 def _backward_params(inputs: Inputs, spec: Spec, params: BwdParams) -> BwdParams:

@@ -195,7 +195,7 @@ class LogitTile:
         if s > 1:
             part = gpu.load(ref.at[batch, head, 0, columns], gpu.column_layout())
             return gpu.broadcast_columns(part.astype(jnp.float32), self.shape)
-        return lax.broadcast_in_dim(ref[batch, head, 0, 0].astype(jnp.float32), self.shape, ())
+        return gpu.broadcast_scalar(ref[batch, head, 0, 0].astype(jnp.float32), self.shape)
 
     def _load_tile(self, ref: Ref, at: Index) -> jax.Array:
         """The elements of the tile, from [#b, #n, rows, columns]."""

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.flash_attention.inputs import Inputs
+from ejkernel.kernels.flash_attention.static_arrays import static_constants
 from ejkernel.types.kernel_mask import KernelMask, kernel_mask, without_kernel_mask
 from ejkernel.types.rules import Everything, Rule
 
@@ -29,8 +30,7 @@ def partial_tile_mask(
     if isinstance(rule, Everything) and kv_len == kv_size:
         return None
     if not jax.tree.leaves(rule):
-        with jax.ensure_compile_time_eval():
-            return padded_kernel_mask(rule, q_len, kv_len, q_size, kv_size)
+        return static_constants(padded_kernel_mask, rule, q_len, kv_len, q_size, kv_size)
     return padded_kernel_mask(rule, q_len, kv_len, q_size, kv_size)
 
 

@@ -16,6 +16,7 @@ from jax import lax
 
 from ejkernel.kernels.common.refs import Index
 from ejkernel.kernels.flash_attention.pallas_sm90.mask_operands import padded_kernel_mask
+from ejkernel.kernels.flash_attention.static_arrays import static_constants
 from ejkernel.types.block_map import EMPTY, FULL, PARTIAL, block_map
 from ejkernel.types.kernel_mask import KernelMask, is_overlapping_interval
 from ejkernel.types.rules import Rule
@@ -102,10 +103,10 @@ def query_block_schedule(
     rule: Rule, items: WorkItems, q_len: int, kv_len: int, block_q: int, block_k: int
 ) -> TileSchedule:
     """The key blocks of every query block."""
+    sizes = (items, q_len, kv_len, block_q, block_k)
     if not jax.tree.leaves(rule):  # known before anything runs
-        with jax.ensure_compile_time_eval():
-            return _query_block_schedule(rule, items, q_len, kv_len, block_q, block_k)
-    return _query_block_schedule(rule, items, q_len, kv_len, block_q, block_k)
+        return static_constants(_query_block_schedule, rule, *sizes)
+    return _query_block_schedule(rule, *sizes)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
@@ -127,10 +128,10 @@ def key_block_schedule(
     rule: Rule, items: WorkItems, q_len: int, kv_len: int, block_q: int, block_k: int
 ) -> TileSchedule:
     """The query blocks of every key block; a work item has all query heads of its key head."""
+    sizes = (items, q_len, kv_len, block_q, block_k)
     if not jax.tree.leaves(rule):
-        with jax.ensure_compile_time_eval():
-            return _key_block_schedule(rule, items, q_len, kv_len, block_q, block_k)
-    return _key_block_schedule(rule, items, q_len, kv_len, block_q, block_k)
+        return static_constants(_key_block_schedule, rule, *sizes)
+    return _key_block_schedule(rule, *sizes)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))

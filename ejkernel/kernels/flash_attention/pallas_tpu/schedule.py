@@ -10,8 +10,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel.kernels.common.refs import Ref
+from ejkernel.kernels.flash_attention.static_arrays import static_arrays
 from ejkernel.types.block_map import EMPTY, FULL, PARTIAL
 from ejkernel.types.rules import Rule
 
@@ -55,8 +57,8 @@ class TileSchedule(NamedTuple):
         by_keys: whether results are blocks of keys.
     """
 
-    result: jax.Array
-    packed: jax.Array
+    result: jax.Array | np.ndarray
+    packed: jax.Array | np.ndarray
     count: int | jax.Array
     batch: int
     heads: int
@@ -70,9 +72,9 @@ class TileSchedule(NamedTuple):
 
     def scalars(self) -> list[jax.Array]:
         """The list in scalar memory: result blocks, and entries with flags."""
-        return [self._results(), self._entries()]
+        return [jnp.asarray(self._results()), jnp.asarray(self._entries())]
 
-    def _results(self) -> jax.Array:
+    def _results(self) -> jax.Array | np.ndarray:
         """The result blocks in a form in which shifts give batch row, head and block: scalar units
         divide slowly, and every step asks several times.
         """
@@ -83,7 +85,7 @@ class TileSchedule(NamedTuple):
         owner = head + (row << _bits(self.heads))
         return mine + (owner << _bits(self.blocks))
 
-    def _entries(self) -> jax.Array:
+    def _entries(self) -> jax.Array | np.ndarray:
         """The other block and state of each tile, and its flags."""
         result, count = self.result, self.count
         rows = result // self.blocks
@@ -107,7 +109,7 @@ class TileSchedule(NamedTuple):
                 owner, heads = _split(owner, self.heads)
             if self.batch > 1:
                 row = owner
-        other = jax.lax.shift_right_logical(entries[step], _FLAG_BITS)
+        other = jax.lax.shift_right_logical(entries[step], np.int32(_FLAG_BITS))
         return TilePosition(row, heads, *((other, mine) if self.by_keys else (mine, other)))
 
     def step(
@@ -133,7 +135,7 @@ def _bits(count: int) -> int:
 def _split(number: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """The bits above those of a number below `count`, and that number."""
     bits = _bits(count)
-    return jax.lax.shift_right_logical(number, bits), number & ((1 << bits) - 1)
+    return jax.lax.shift_right_logical(number, np.int32(bits)), number & ((1 << bits) - 1)
 
 
 def tile_schedule(
@@ -143,37 +145,43 @@ def tile_schedule(
 
     The last blocks count as partial where they reach past the end.
     """
-    if not jax.tree.leaves(rule):
-        with jax.ensure_compile_time_eval():  # the mask is static: so are the list and its length
-            tiles = _listed(rule, q_len, kv_len, block_q, block_k, by_keys)
-            count = int(tiles.count)
-        return tiles._replace(result=tiles.result[:count], packed=tiles.packed[:count], count=count)
-    return _listed(rule, q_len, kv_len, block_q, block_k, by_keys)
-
-
-def _listed(
-    rule: Rule, q_len: int, kv_len: int, block_q: int, block_k: int, by_keys: bool
-) -> TileSchedule:
-    some, every = rule.blocks(q_len, kv_len, block_q, block_k)
-    some, every = (x[None] if x.ndim == 3 else x for x in (some, every))
-    if q_len % block_q:
-        every = every.at[..., -1, :].set(False)
-    if kv_len % block_k:
-        every = every.at[..., -1].set(False)
-    state = jnp.where(some, jnp.where(every, FULL, PARTIAL), EMPTY).astype(jnp.int32)
-    if by_keys:
-        state = jnp.swapaxes(state, -1, -2)
+    sizes = (q_len, kv_len, block_q, block_k)
+    if not jax.tree.leaves(rule):  # the mask is static: so are the list and its length
+        state, wanted = static_arrays(_tile_states, rule, *sizes, by_keys)
+        place = np.flatnonzero(wanted)
+        count = place.size
+    else:
+        state, wanted = _tile_states(rule, *sizes, by_keys)
+        (place,) = jnp.nonzero(wanted, size=wanted.size, fill_value=wanted.size - 1)
+        count = wanted.sum(dtype=jnp.int32)
     batch, heads, blocks, steps = state.shape
-    placeholder = (state == EMPTY).all(-1, keepdims=True) & (jnp.arange(steps) == 0)
-    wanted = ((state != EMPTY) | placeholder).reshape(-1)
-    (place,) = jnp.nonzero(wanted, size=wanted.size, fill_value=wanted.size - 1)
     place = place.astype(jnp.int32)
     return TileSchedule(
         result=place // steps,
         packed=place % steps * 4 + state.reshape(-1)[place],
-        count=wanted.sum(dtype=jnp.int32),
+        count=count,
         batch=batch,
         heads=heads,
         blocks=blocks,
         by_keys=by_keys,
     )
+
+
+def _tile_states(
+    rule: Rule, q_len: int, kv_len: int, block_q: int, block_k: int, by_keys: bool
+) -> tuple[jax.Array, jax.Array]:
+    """The state of each tile, and which ones, flattened, are in the list.
+
+    A result without tiles has one in which nothing is visible: it must be written.
+    """
+    some, every = rule.blocks(q_len, kv_len, block_q, block_k)
+    some, every = (x[None] if x.ndim == 3 else x for x in (some, every))
+    if q_len % block_q:
+        every &= jnp.arange(every.shape[-2])[:, None] < every.shape[-2] - 1
+    if kv_len % block_k:
+        every &= jnp.arange(every.shape[-1]) < every.shape[-1] - 1
+    state = jnp.where(some, jnp.where(every, FULL, PARTIAL), EMPTY).astype(jnp.int32)
+    if by_keys:
+        state = jnp.swapaxes(state, -1, -2)
+    placeholder = (state == EMPTY).all(-1, keepdims=True) & (jnp.arange(state.shape[-1]) == 0)
+    return state, ((state != EMPTY) | placeholder).reshape(-1)

@@ -6,7 +6,6 @@ and so is every conjunction of them; a disjunction becomes several conjunctions.
 an entry for each pair, or for each block of pairs. The *block map* says which tiles to visit.
 """
 
-import contextlib
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from ejkernel.kernels.common.triton.bridge import matmul_precision, padded_size
 from ejkernel.kernels.common.triton.device_types import StaticArguments
 from ejkernel.kernels.flash_attention import dropout
 from ejkernel.kernels.flash_attention.inputs import Inputs, Spec
+from ejkernel.kernels.flash_attention.static_arrays import static_constants
 from ejkernel.types import kernel_mask
 from ejkernel.types.block_map import EMPTY, FULL, block_map
 from ejkernel.types.rule_arrays import LARGE, bounded
@@ -136,11 +136,11 @@ def kernel_arguments(
 ) -> FlashKernelArguments:
     """The arguments for tiles of this shape; the block map is by query block or by key block."""
     rule = inputs.mask or Everything()
+    lengths = (inputs.query.shape[1], inputs.key.shape[1])
     # A mask without arrays is known at trace time: its operands are constants of the program.
-    constant = not jax.tree.leaves(rule)
-    with jax.ensure_compile_time_eval() if constant else contextlib.nullcontext():
-        mask, mask_arrays = _mask(rule, inputs.query.shape[1], inputs.key.shape[1])
-        blocks, block_arrays = _block_map(rule, inputs, block_q, block_k, by_key_block)
+    run = static_constants if not jax.tree.leaves(rule) else lambda function, *args: function(*args)
+    mask, mask_arrays = run(_mask, rule, *lengths)
+    blocks, block_arrays = run(_block_map, rule, *lengths, block_q, block_k, by_key_block)
     unused = jnp.zeros((16,), jnp.int32)
     given = {
         "bias": inputs.bias,
@@ -216,10 +216,9 @@ _Arrays = dict[str, jax.Array | None]  # fields of FlashOperands
 
 
 def _block_map(
-    rule: Rule, inputs: Inputs, block_q: int, block_k: int, by_key_block: bool
+    rule: Rule, q_len: int, kv_len: int, block_q: int, block_k: int, by_key_block: bool
 ) -> tuple[_Static, _Arrays]:
     """The blocks that are visited for each block, and which of them are fully visible."""
-    q_len, kv_len = inputs.query.shape[1], inputs.key.shape[1]
     lists = not (rule.contiguous_columns if by_key_block else rule.contiguous)
     state = block_map(rule, q_len, kv_len, block_q, block_k).state
     if by_key_block:
@@ -282,14 +281,14 @@ def _mask(rule: Rule, q_len: int, kv_len: int) -> tuple[_Static, _Arrays]:
     id_rules = [[x for x in rules if isinstance(x, Match)] for rules in conjunctions]
     has_low, has_high = (any(one[side] is not None for one in intervals) for side in (0, 1))
     id_pairs = max(map(len, id_rules), default=0)
-    q_rows, k_rows = [], []
+    q_rows, k_rows, none = [], [], jnp.zeros((1,), jnp.int32)
     for (low, high), rules in zip(intervals, id_rules, strict=True):
         if has_low:
             q_rows.append(jnp.full((1, q_len), -LARGE, jnp.int32) if low is None else low)
         if has_high:
             q_rows.append(jnp.full((1, q_len), LARGE, jnp.int32) if high is None else high)
         for part in [*rules, *[None] * (id_pairs - len(rules))]:
-            query, key = (jnp.zeros((1,)), jnp.zeros((1,))) if part is None else part.id_pair()
+            query, key = (none, none) if part is None else part.id_pair()
             q_rows.append(_two_axes(query, q_len))
             k_rows.append(_two_axes(key, kv_len))
     static: _Static = {
