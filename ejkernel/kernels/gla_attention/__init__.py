@@ -12,6 +12,7 @@ OP = Op(
     reference="ejkernel.kernels.gla_attention.reference",
     sources=[
         Source(Platform.PALLAS, Backend.TPU, "ejkernel.kernels.gla_attention.pallas_tpu"),
+        Source(Platform.TRITON, Backend.GPU, "ejkernel.kernels.gla_attention.triton"),
         Source(Platform.XLA, Backend.ANY, "ejkernel.kernels.gla_attention.xla"),
     ],
     operands=("query", "key", "value", "gate"),

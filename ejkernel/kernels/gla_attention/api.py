@@ -1,6 +1,8 @@
 """The call: what it takes, what it means, how it becomes `Inputs` and `Spec`."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any, ClassVar, Final, Literal, overload
 
 import jax
@@ -143,7 +145,7 @@ def gla_attention(
         Recurrence(gate, g_gamma, None, initial_state, cu_seqlens, softmax_scale, reverse),
         Request(platform, cfg, mesh, in_specs, out_specs),
     )
-    return (out, state) if return_state else out
+    return (out, state()) if return_state else out
 
 
 @dataclasses.dataclass
@@ -162,8 +164,8 @@ class Recurrence:
 
 def recur(
     op: Op, query: Any, key: Any, value: Any, recurrence: Recurrence, request: Request
-) -> tuple[jax.Array, jax.Array]:
-    """The output and the state after it: what every linear recurrence comes to."""
+) -> tuple[jax.Array, Callable[[], jax.Array]]:
+    """The output and, when called for, the state after it: what every linear recurrence gives."""
     name = op.name
     query, key, value, bare = with_batch_axis(name, query, key, value)
     check_attention_shapes(name, query, key, value)
@@ -184,10 +186,9 @@ def recur(
         out, state = executor.run(
             op, inputs, spec, _canonical(request, inputs.cu_seqlens is not None, bare)
         )
-    if not bare:
-        return out, state.reshape(-1, *state.shape[2:])
-    sequences = () if recurrence.cu_seqlens is None else (-1,)
-    return out.reshape(out.shape[1:]), state.reshape(*sequences, *state.shape[2:])
+    sequences = () if bare and recurrence.cu_seqlens is None else (-1,)
+    out = out.reshape(out.shape[1:]) if bare else out
+    return out, lambda: state.reshape(*sequences, *state.shape[2:])
 
 
 def _inputs(
@@ -202,7 +203,7 @@ def _inputs(
                 f"{op}: cu_seqlens describe one packed row, got a batch of {batch}; rows that are "
                 "sequences of their own need none."
             )
-        cu_seqlens = cumulative_lengths(op, "cu_seqlens", given.cu_seqlens, tokens).reshape(1, -1)
+        cu_seqlens = cumulative_lengths(op, "cu_seqlens", given.cu_seqlens, tokens)
     gate = _given(op, "gate", given.gate)
     if gate is not None:
         gate = _batched(gate, bare)
@@ -212,7 +213,6 @@ def _inputs(
                 f"{op}: gate must be [{first}length, kv_heads] or [{first}length, kv_heads, "
                 f"head_dim] = {[batch, tokens, heads, rows][bare:]}, got {list(gate.shape)[bare:]}."
             )
-        gate = gate.reshape(batch, tokens, heads, -1)
     gv = _given(op, "gv", given.gv)
     if gv is not None:
         gv = _batched(gv, bare)
@@ -222,7 +222,7 @@ def _inputs(
                 f"{op}: gv must be [{first}length, kv_heads, value_dim] = "
                 f"{list(value.shape)[bare:]}, got {list(gv.shape)[bare:]}."
             )
-    count = batch if cu_seqlens is None else cu_seqlens.shape[1] - 1
+    count = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     state = _given(op, given.state_name, given.state)
     if state is not None:
         alone = bare and cu_seqlens is None
@@ -232,21 +232,33 @@ def _inputs(
                 f"{op}: {given.state_name} must be [{per}kv_heads, head_dim, value_dim] = "
                 f"{[count, heads, rows, columns][alone:]}, got {list(state.shape)}."
             )
-        state = state.reshape(batch, -1, *state.shape[-3:])
-    return Inputs(
-        query,
-        key,
-        value,
-        gate=gate,
-        g_gamma=per_head(op, "g_gamma", given.g_gamma, batch, heads),
-        gv=gv,
-        initial_state=state,
-        cu_seqlens=cu_seqlens,
-    )
+    g_gamma = _per_head(op, "g_gamma", given.g_gamma, batch, heads)
+    short = {
+        "gate": gate if gate is not None and gate.ndim == 3 else None,
+        "g_gamma": g_gamma if g_gamma is not None and g_gamma.shape != (batch, heads) else None,
+        "initial_state": state,
+        "cu_seqlens": cu_seqlens,
+    }
+    inputs = Inputs(query, key, value, gate, g_gamma, gv)
+    if short := {name: x for name, x in short.items() if x is not None}:
+        inputs = inputs._replace(**_with_all_axes(short, batch, heads))
+    return inputs
 
 
-def per_head(op: str, name: str, x: Any, batch: int, heads: int) -> jax.Array | None:
-    """A number for all, one for each key head, or one for each of every row, as [batch, heads]."""
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _with_all_axes(short: dict[str, jax.Array], batch: int, heads: int) -> dict[str, jax.Array]:
+    """Arrays with the axes that `Inputs` names: one program for all, in an eager call."""
+    arrange = {
+        "gate": lambda x: x[..., None],
+        "g_gamma": lambda x: jnp.broadcast_to(x, (batch, heads)),
+        "initial_state": lambda x: x.reshape(batch, -1, *x.shape[-3:]),
+        "cu_seqlens": lambda x: x[None],
+    }
+    return {name: arrange[name](x) for name, x in short.items()}
+
+
+def _per_head(op: str, name: str, x: Any, batch: int, heads: int) -> jax.Array | None:
+    """A number for all, one for each key head, or one for each of every row."""
     x = _given(op, name, x)
     if x is None:
         return None
@@ -255,7 +267,7 @@ def per_head(op: str, name: str, x: Any, batch: int, heads: int) -> jax.Array | 
             f"{op}: {name} must be a number, [kv_heads] or [batch, kv_heads] = {[batch, heads]}, "
             f"got {list(x.shape)}."
         )
-    return jnp.broadcast_to(x, (batch, heads))
+    return x
 
 
 def _given(op: str, name: str, x: Any) -> jax.Array | None:

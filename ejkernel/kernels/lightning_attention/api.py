@@ -165,7 +165,7 @@ def lightning_attention(
         ),
         Request(platform, cfg, mesh, in_specs, out_specs),
     )
-    return (out, state) if return_state else out
+    return (out, state()) if return_state else out
 
 
 def _logarithm(decay: ArrayLike) -> jax.Array:
@@ -192,12 +192,13 @@ def _of_layer(layer: int | ArrayLike | None, layers: int | None, heads: int) -> 
     except (TypeError, jax.errors.TracerIntegerConversionError):
         raise ValueError(f"{_NAME}: num_layers must be an int, got {layers!r}.") from None
     values = known_values(layer)
-    index = jnp.asarray(layer)
+    index = np.asarray(layer) if isinstance(layer, int | np.integer) else jnp.asarray(layer)
     if index.ndim or not jnp.issubdtype(index.dtype, jnp.integer):
         raise ValueError(f"{_NAME}: layer_idx must be one int, got {layer!r}.")
     if layers < 1 or (values is not None and not 0 <= values < layers):
         raise ValueError(f"{_NAME}: layer_idx must lie within the layers, got {layer} of {layers}.")
-    return -8.0 / heads * (1.0 - index / layers) * jnp.arange(heads, dtype=jnp.float32)
+    # By NumPy where the layer is known; a traced one makes it a part of the program.
+    return jnp.asarray(-8.0 / heads * (1.0 - index / layers) * np.arange(heads, dtype=np.float32))
 
 
 class LightningAttention(Module):

@@ -80,7 +80,7 @@ def recurrent_attention(
     >>> output.shape, state.shape
     ((2, 1, 8, 64), (2, 8, 64, 64))
     """
-    return recur(
+    out, after = recur(
         OP,
         query,
         key,
@@ -88,6 +88,7 @@ def recurrent_attention(
         Recurrence(gate, g_gamma, gv, state, cu_seqlens, softmax_scale, reverse, "state"),
         Request(platform, cfg, mesh, in_specs, out_specs),
     )
+    return out, after()
 
 
 class RecurrentAttention(Module):

@@ -1,0 +1,302 @@
+"""Linear attention on a GPU: our platforms and fla, checked, then timed.
+
+python benchmarks/linear_gpu.py                        every case, a table
+python benchmarks/linear_gpu.py --json results.json    and the figures as JSON
+python benchmarks/linear_gpu.py --cases gla,lightning --passes forward
+python benchmarks/linear_gpu.py --cases gla --candidates   every configuration of that case
+
+The first two heads are compared with the definition in float32, token by token: the error may be at
+most twice that of the definition with inputs and output rounded to bfloat16, or 0.4 % of the
+largest number. What is wrong, or gives other bits when it is repeated, is not timed. A card that
+has been busy for a second runs slower than one that has not, so the timings are interleaved.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from programs import interleaved, seconds_of, torch_seconds_of
+
+from ejkernel.cli.provenance import provenance
+from ejkernel.kernels.gla_attention import reference, triton
+from ejkernel.kernels.gla_attention.inputs import Inputs, Spec
+from ejkernel.modules import gla_attention, lightning_attention, recurrent_attention
+from ejkernel.ops import default_executor, policy_override
+from ejkernel.ops.platform import device_of
+
+PLATFORMS = ("triton", "xla")
+PASSES = ("forward", "gradients")
+PEERS = ("fla",)
+DTYPE = jnp.bfloat16
+CHECKED = 2  # heads
+REPEATS = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call; `bars` are milliseconds to reach in a pass, `bar` the bytes a second of decoding."""
+
+    name: str
+    op: str
+    batch: int = 4
+    length: int = 8192
+    heads: int = 16
+    dim: int = 128
+    value_dim: int | None = None
+    gates: str = "mild"
+    decoding: bool = False
+    bars: dict[str, float] = dataclasses.field(default_factory=dict, compare=False)
+
+    def arrays(self) -> dict[str, jax.Array]:
+        """The arrays of the call by name, and `d_out`."""
+        keys = jax.random.split(jax.random.key(0), 6)
+        shape = (self.batch, self.length, self.heads)
+        draw = lambda key, dim: jax.random.normal(key, (*shape, dim)).astype(DTYPE)
+        width = self.value_dim or self.dim
+        arrays = {
+            "query": draw(keys[0], self.dim),
+            "key": draw(keys[1], self.dim),
+            "value": draw(keys[2], width),
+            "d_out": draw(keys[3], width),
+        }
+        if self.op == "gla":
+            gate = jax.nn.log_sigmoid(jax.random.normal(keys[4], (*shape, self.dim)))
+            strong = jax.random.bernoulli(keys[5], 1e-3, gate.shape) & (self.gates == "strong")
+            arrays["gate"] = jnp.where(strong, -1e4, gate).astype(DTYPE)
+        elif self.op == "lightning":
+            slopes = -8.0 / self.heads * jnp.arange(self.heads)
+            arrays["g_gamma"] = jnp.broadcast_to(slopes, (self.batch, self.heads))
+        if self.decoding:
+            state = (self.batch, self.heads, self.dim, width)
+            arrays["state"] = jax.random.normal(keys[5], state)
+        return arrays
+
+    def bytes(self) -> int:
+        """Bytes that a decoding step cannot avoid: its state, read and written."""
+        return 8 * self.batch * self.heads * self.dim * (self.value_dim or self.dim)
+
+
+CASES = (
+    Case("gla", "gla", bars={"forward": 0.70, "gradients": 3.0}),
+    Case("lightning", "lightning", bars={"forward": 0.28, "gradients": 1.0}),
+    Case("recurrent", "recurrent", bars={"forward": 0.28, "gradients": 1.0}),
+    # At most 1.15 times as long as the same tokens in a batch of 4.
+    Case("gla_one", "gla", batch=1, length=32768),
+    Case("lightning_one", "lightning", batch=1, length=32768),
+    Case("recurrent_one", "recurrent", batch=1, length=32768),
+    Case("gla_strong", "gla", gates="strong"),
+    Case("gla_64", "gla", dim=64),
+    Case("gla_256", "gla", heads=8, dim=256),
+    Case("lightning_64_128", "lightning", dim=64, value_dim=128),
+    Case("decode", "lightning", batch=256, length=1, decoding=True),
+    Case("decode_four", "lightning", batch=256, length=4, decoding=True),
+    Case("small", "gla", batch=1, length=100, heads=2, dim=16),
+    Case("decode_gla", "gla", batch=256, length=1, decoding=True),
+)
+
+
+def call_of(case: Case, platform: str | None, cfg: Any) -> Callable:
+    """(arrays) -> output, and the state of a decoding step."""
+
+    def call(arrays: dict[str, jax.Array]) -> Any:
+        given = {name: x for name, x in arrays.items() if name not in ("d_out", "state")}
+        state = arrays.get("state")
+        options = {"platform": platform, "cfg": cfg}
+        if case.op == "recurrent":
+            return recurrent_attention(**given, state=state, **options)[: 1 + case.decoding]
+        function = gla_attention if case.op == "gla" else lightning_attention
+        out = function(**given, initial_state=state, return_state=case.decoding, **options)
+        return out if case.decoding else (out,)
+
+    return call
+
+
+def ours(case: Case, which: str, platform: str | None, cfg: Any = None) -> Callable:
+    """(arrays) -> the outputs, or the output and the gradients of the arrays."""
+    call = call_of(case, platform, cfg)
+
+    def gradients(arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+        names = [name for name in arrays if name != "d_out"]
+        run = lambda *x: call(dict(zip(names, x, strict=True)))[0]
+        out, pull_back = jax.vjp(run, *(arrays[name] for name in names))
+        return out, *pull_back(arrays["d_out"])
+
+    return jax.jit(call if which == "forward" else gradients)
+
+
+def fla_peer(case: Case, which: str, arrays: dict[str, jax.Array]) -> Callable | None:
+    """The same pass by flash-linear-attention."""
+    try:
+        import torch  # type: ignore[import-not-found]
+        from fla.ops.gla import chunk_gla  # type: ignore[import-not-found]
+        from fla.ops.simple_gla import chunk_simple_gla  # type: ignore[import-not-found]
+    except ImportError:
+        return None
+    if case.decoding or not torch.cuda.is_available():
+        return None
+    given = {name: torch.from_dlpack(x) for name, x in arrays.items()}
+    names = [name for name in ("query", "key", "value", "gate") if name in given]
+    leaves = [given[name].detach().requires_grad_(which != "forward") for name in names]
+
+    def run() -> tuple[Any, ...]:
+        if case.op == "gla":
+            out = chunk_gla(*leaves, scale=case.dim**-0.5)
+        else:
+            gamma = given["g_gamma"][0] if "g_gamma" in given else None
+            out = chunk_simple_gla(*leaves, g_gamma=gamma, scale=case.dim**-0.5)
+        out = out[0] if isinstance(out, tuple) else out
+        if which == "forward":
+            return (out,)
+        return out, *torch.autograd.grad(out, leaves, given["d_out"])
+
+    return run
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def definition(
+    case: Case, which: str, rounded: bool, arrays: dict[str, jax.Array]
+) -> tuple[jax.Array, ...]:
+    """What `ours` gives for the first heads, in float32."""
+    cut = {
+        name: x[:1, :CHECKED] if name in ("g_gamma", "state") else x[:1, :, :CHECKED]
+        for name, x in arrays.items()
+    }
+    names = [name for name in cut if name != "d_out"]
+    narrow = lambda x: x.astype(DTYPE).astype(jnp.float32)
+
+    def run(*x: jax.Array) -> tuple[jax.Array, ...]:
+        given = dict(zip(names, x, strict=True))
+        state = given.pop("state", None)
+        inputs = Inputs(**given, initial_state=None if state is None else state[:, None])
+        inputs = jax.tree.map(lambda y: y.astype(jnp.float32), inputs)
+        spec = Spec(softmax_scale=case.dim**-0.5)
+        out, after = reference.forward(inputs, spec, narrow if rounded else lambda y: y)
+        return (out, after[:, 0])[: 1 + case.decoding]
+
+    with jax.default_matmul_precision("highest"):
+        if which == "forward":
+            return run(*(cut[name] for name in names))
+        out, pull_back = jax.vjp(lambda *x: run(*x)[0], *(cut[name] for name in names))
+        return out, *pull_back(cut["d_out"].astype(jnp.float32))
+
+
+def checked(case: Case, which: str, arrays: dict[str, jax.Array], run: Callable) -> dict[str, Any]:
+    """Errors relative to the largest number, and whether repeated runs give the same bits."""
+    results = run(arrays)
+    truth, rounded = (definition(case, which, narrow, arrays) for narrow in (False, True))
+    errors = []
+    for result, true, near in zip(results, truth, rounded, strict=True):
+        index = tuple(slice(0, size) for size in true.shape)
+        part = np.asarray(result[index], np.float32)
+        true, near = np.asarray(true, np.float32), np.asarray(near, np.float32)
+        scale = float(np.abs(true).max())
+        error, plain = (float(np.abs(x - true).max()) for x in (part, near))
+        errors.append(error / scale)
+        if not error <= max(2 * plain, 4e-3 * scale):  # NaN is wrong too
+            return {"wrong": len(errors) - 1, "error": error / scale, "plain": plain / scale}
+    same = [
+        all(bool((x == y).all()) for x, y in zip(results, run(arrays), strict=True))
+        for _ in range(REPEATS)
+    ]
+    return {"errors": errors} if all(same) else {"wrong": "other bits"}
+
+
+def configurations(case: Case, which: str) -> list[Any]:
+    """What the tuner may choose for a pass."""
+    arrays = jax.eval_shape(case.arrays)
+    arrays = {name: x for name, x in arrays.items() if name not in ("d_out", "state")}
+    passes = triton.IMPLEMENTATION
+    chosen = passes.forward if which == "forward" else passes.backward
+    assert chosen is not None
+    spec = Spec(softmax_scale=case.dim**-0.5)
+    return list(chosen.choices(Inputs(**arrays), spec, device_of([jnp.zeros(1)])))
+
+
+def programs(
+    case: Case, which: str, arrays: dict[str, jax.Array], chosen: argparse.Namespace
+) -> dict[str, Any]:
+    """Callables by name: (arrays -> results, or None if they are not checked; timer)."""
+    found: dict[str, Any] = {}
+    for platform in filter(None, chosen.platforms.split(",")):
+        cfgs: list[Any] = [None]
+        if platform == "triton" and chosen.candidates:
+            cfgs = configurations(case, which)
+        for cfg in cfgs:
+            sizes = [] if cfg is None else [x for x in cfg.to_dict().values() if isinstance(x, int)]
+            run = ours(case, which, platform, cfg)
+            timer = functools.partial(seconds_of, functools.partial(run, arrays))
+            found[" ".join(["ours", platform, *map(str, sizes)])] = run, timer
+    peer = fla_peer(case, which, arrays) if "fla" in chosen.peers.split(",") else None
+    if peer is not None:
+        found["fla"] = None, functools.partial(torch_seconds_of, peer)
+    return found
+
+
+def measure(
+    case: Case, which: str, arrays: dict[str, jax.Array], chosen: argparse.Namespace
+) -> dict[str, dict[str, Any]]:
+    """Every implementation of one pass: milliseconds and errors, or why there are none."""
+    results: dict[str, dict[str, Any]] = {}
+    timers = {}
+    for name, (run, timer) in programs(case, which, arrays, chosen).items():
+        try:
+            results[name] = {} if run is None else checked(case, which, arrays, run)
+            timer()
+            if "wrong" not in results[name]:
+                timers[name] = timer
+        except Exception as failure:  # one that does not support the case must not end the others
+            results[name] = {"failed": f"{type(failure).__name__}: {failure}"[:300]}
+    for name, seconds in interleaved(timers).items():
+        results[name] |= {"ms": 1e3 * seconds[len(seconds) // 2], "best ms": 1e3 * seconds[0]}
+        if which in case.bars and name.startswith("ours"):
+            results[name]["of bar"] = case.bars[which] / results[name]["ms"]
+        if case.decoding:
+            results[name]["TB/s"] = case.bytes() / results[name]["ms"] / 1e9
+    for result in results.values():
+        if "ms" in result and "ms" in results.get("fla", {}):
+            result["of fla"] = results["fla"]["ms"] / result["ms"]
+    return results
+
+
+def say(case: Case, which: str, results: dict[str, dict[str, Any]]) -> None:
+    for who, result in results.items():
+        shown = ", ".join(
+            f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+            for key, value in result.items()
+        )
+        print(f"{case.name:16} {which:10} {who:24} {shown}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Linear attention on a GPU, and its peer.")
+    parser.add_argument("--cases", default=",".join(case.name for case in CASES))
+    parser.add_argument("--platforms", default=",".join(PLATFORMS))
+    parser.add_argument("--passes", default=",".join(PASSES), help="gradients: with the forward")
+    parser.add_argument("--peers", default=",".join(PEERS), help="empty: our own platforms alone")
+    parser.add_argument("--candidates", action="store_true", help="time every configuration")
+    parser.add_argument("--tune", action="store_true", help="measure every candidate first")
+    parser.add_argument("--json", help="where to write the figures, after each pass")
+    chosen = parser.parse_args()
+    report: dict[str, Any] = {**provenance(), "cases": {}}
+    for case in (x for x in CASES if x.name in chosen.cases.split(",")):
+        with policy_override(default_executor().chooser, allow_autotune=chosen.tune):
+            arrays = case.arrays()
+            for which in chosen.passes.split(","):
+                if case.decoding and which == "gradients":
+                    continue
+                results = measure(case, which, arrays, chosen)
+                report["cases"][f"{case.name} {which}"] = results
+                say(case, which, results)
+                if chosen.json:
+                    with open(chosen.json, "w") as file:
+                        json.dump(report, file, indent=2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""Linear attention in Triton: interpreted it computes what is defined, compiled it fits."""
+
+import importlib.util
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conformance.cases import Case
+from conformance.oracle import assert_as_good_as_rounding
+from evidence import proves
+from kernels.triton_testing import H200, SHARED, compiled, marked, needs_triton
+
+from ejkernel.cli.oracle import with_gradients
+from ejkernel.errors import UnsupportedError
+from ejkernel.kernels.gla_attention import OP, triton
+from ejkernel.kernels.gla_attention.config import GLAttentionConfig
+from ejkernel.kernels.gla_attention.inputs import Inputs, Spec
+from ejkernel.kernels.gla_attention.triton import configs
+from ejkernel.kernels.gla_attention.triton.operands import BEGINS, ENDS, token_lists
+from ejkernel.kernels.gla_attention.workloads import WORKLOADS
+from ejkernel.modules import gla_attention
+from ejkernel.ops import executor
+from ejkernel.ops.executor import Request
+from ejkernel.ops.platform import Platform
+
+SOURCE = next(source for source in OP.sources if source.platform is Platform.TRITON)
+SMALL = GLAttentionConfig(platform="triton", block_q=16, block_k=16, block_d=16)
+
+
+def check(workload, dtype, cfg):
+    case = Case(OP, SOURCE, workload)
+    call = case.call(dtype)
+    proves(OP.name, SOURCE, "forward", "backward")
+    run = lambda inputs: executor.run(OP, inputs, call.spec, Request(cfg=cfg))
+    outputs, gradients = with_gradients(run)(call.inputs)
+    assert_as_good_as_rounding(case, dtype, "values", outputs)
+    assert_as_good_as_rounding(case, dtype, "gradients", gradients)
+
+
+@pytest.fixture(
+    params=[True, pytest.param(False, marks=pytest.mark.slow)], ids=["segments", "whole"]
+)
+def segments(request, monkeypatch):
+    """Sequences in segments of a chunk, or whole."""
+    if request.param:
+        monkeypatch.setattr(configs, "_LEAST_CHUNKS", 1)
+    return request.param
+
+
+@needs_triton
+@pytest.mark.parametrize("workload", marked(WORKLOADS, "gate", "reverse", "packed_state"))
+def test_interpreted_it_computes_what_is_defined(interpreter, segments, workload):
+    """Values and gradients; what a kernel leaves unwritten would be NaN."""
+    check(workload, jnp.float32, SMALL)
+
+
+@needs_triton
+@pytest.mark.parametrize("workload", marked(WORKLOADS, "gate_and_gamma"))
+def test_half_precision_is_as_good_as_rounding(interpreter, segments, workload):
+    check(workload, jnp.float16, SMALL)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "gate", [-jnp.inf, *(pytest.param(x, marks=pytest.mark.slow) for x in (-50.0, -1e4))]
+)
+def test_gates_that_forget_everything_are_exact(interpreter, gate):
+    """After such a gate the sequence begins anew: nothing is divided by a decay."""
+    query, key, value = (jax.random.normal(jax.random.key(i), (1, 40, 1, 8)) for i in range(3))
+    gates = jnp.full((1, 40, 1, 8), -0.1).at[:, 23].set(gate)
+
+    def run(first, query, key, value, gates):
+        out = gla_attention(query, key, value, gates, platform="triton", cfg=SMALL)
+        return out[:, first:].sum()
+
+    gradients = jax.grad(run, (1, 2, 3, 4))(23, query, key, value, gates)
+    later = (x[:, 23:] for x in (query, key, value, gates))
+    alone = jax.grad(run, (1, 2, 3, 4))(0, *later)
+    for whole, part in zip(gradients, alone, strict=True):
+        np.testing.assert_allclose(whole[:, 23:], part, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(whole[:, :23], 0.0, atol=1e-6)
+
+
+@needs_triton
+def test_tokens_of_no_sequence_are_not_read(interpreter):
+    """A NaN there would reach a gradient, as 0 * NaN."""
+    arrays = [np.random.default_rng(i).standard_normal((45, 2, 8)) for i in range(4)]
+    arrays[3] = -np.abs(arrays[3])
+    for x in arrays:
+        x[43:] = np.nan
+    ends = jnp.array([0, 7, 7, 30, 43])
+
+    def run(*arrays):
+        out, state = gla_attention(
+            *arrays, cu_seqlens=ends, return_state=True, platform="triton", cfg=SMALL
+        )
+        return out.sum() + state.sum(), out
+
+    (_, out), gradients = jax.value_and_grad(run, (0, 1, 2, 3), has_aux=True)(
+        *(jnp.asarray(x, jnp.float32) for x in arrays)
+    )
+    assert (out[43:] == 0).all()
+    assert not any(np.isnan(x).any() for x in (out, *gradients))
+    assert all((x[43:] == 0).all() for x in gradients)
+
+
+@pytest.mark.parametrize(("chunk", "segment"), [(16, 16), (16, 32), (16, 96), (32, 64)])
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("ends", [None, (0, 7, 7, 30, 90), (0, 0, 96), (5, 80, 81, 82)])
+def test_every_token_is_in_one_chunk_of_one_segment(chunk, segment, reverse, ends):
+    """In the order of time, whole sequences from their first token to their last."""
+    shape = jnp.zeros((1, 96, 1, 1))
+    packed = None if ends is None else jnp.array([ends])
+    lists = token_lists(Inputs(shape, shape, shape, cu_seqlens=packed), reverse, chunk, segment)
+    visited: dict[int, list[int]] = {}
+    chunks = [int(x) for x in lists.chunks[0][1]]
+    for token, length, sequence, first_chunk, flags in np.asarray(lists.segments[0]).T:
+        if length == 0:
+            continue
+        tokens = visited.setdefault(int(sequence), [])
+        assert (not tokens) == bool(flags & BEGINS)
+        step = -1 if reverse else 1
+        tokens += range(token, token + step * length, step)
+        parts = chunks[first_chunk : first_chunk + -(-length // chunk)]
+        assert sum(parts) == length <= segment
+        assert max(parts) <= chunk
+        starts = np.asarray(lists.chunks[0][0])[first_chunk : first_chunk + len(parts)]
+        np.testing.assert_array_equal(starts, token + step * chunk * np.arange(len(parts)))
+        assert bool(flags & ENDS) == (len(tokens) == _length(ends, sequence))
+    for sequence, (first, end) in enumerate(itertools.pairwise(ends or (0, 96))):
+        order = list(range(first, end))[:: -1 if reverse else 1]
+        assert visited.get(sequence, []) == order
+
+
+def _length(ends, sequence):
+    ends = ends or (0, 96)
+    return ends[sequence + 1] - ends[sequence]
+
+
+def refusal(dtype="float16", width=16, device=H200):
+    shape = jax.ShapeDtypeStruct((1, 64, 2, width), dtype)
+    return triton.why_not(Inputs(shape, shape, shape), Spec(softmax_scale=1.0), device)
+
+
+def test_it_says_what_it_cannot_do():
+    assert refusal("float64") == "takes bfloat16, float16, float32 and no float64"
+    assert refusal(width=288) == "takes a head_dim of at most 256, got 288"
+    old = H200._replace(compute_capability=(7, 5))
+    if importlib.util.find_spec("jax_triton") is not None:
+        assert refusal() is None
+        assert "8.0 or higher and the device has 7.5" in str(refusal(device=old))
+
+
+def test_on_a_cpu_it_is_refused_in_words():
+    if jax.default_backend() == "gpu":
+        pytest.skip("this machine has a GPU")
+    x = jnp.ones((1, 32, 2, 16))
+    with pytest.raises(UnsupportedError, match="platform='triton' does not support this call"):
+        gla_attention(x, x, x, platform="triton")
+
+
+CALLS = [
+    f"{gate}_{sizes}"
+    for gate in ("plain", "gamma", "head", "channel", "wide", "exact")
+    for sizes in ("128_128_8192", "64_64_2000", "256_256_4096", "64_128_8192", "100_60_1000")
+]
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
+def test_first_choices_compile_without_local_memory(capability):
+    calls = ("gamma_128_128_8192", "channel_128_128_8192")
+    proves(OP.name, SOURCE, "forward", "backward", compiled_for=f"sm_{capability}")
+    kernels = compiled("gla_compile.py", capability, *calls, guess=True)
+    assert capability != 90 or all(k["wgmma"] for k in kernels if k["kernel"] != "scan_kernel")
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("capability", SHARED)
+def test_no_candidate_uses_local_memory(capability, name):
+    compiled("gla_compile.py", capability, name)
