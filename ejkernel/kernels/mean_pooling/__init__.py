@@ -11,6 +11,7 @@ OP = Op(
     outputs=Outputs,
     reference="ejkernel.kernels.mean_pooling.reference",
     sources=[
+        Source(Platform.TRITON, Backend.GPU, "ejkernel.kernels.mean_pooling.triton"),
         Source(Platform.XLA, Backend.ANY, "ejkernel.kernels.mean_pooling.xla"),
     ],
     operands=("x", "attention_mask"),

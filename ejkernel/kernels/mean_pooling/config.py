@@ -11,10 +11,10 @@ class MeanPoolingConfig(Config):
     """Block sizes and launch parameters.
 
     Args:
-        block_size: tokens that are summed at once; read by XLA, the only platform there is.
-        num_warps: read by no kernel; kept so that configurations that name it load.
-        num_stages: the same.
-        block_dim: the same.
+        block_size: tokens that are summed at once; Triton: those of a program.
+        num_warps: of a Triton program.
+        num_stages: read by no kernel; kept so that configurations that name it load.
+        block_dim: columns of a Triton program.
 
     Raises:
         ValueError: a field is not a positive int.

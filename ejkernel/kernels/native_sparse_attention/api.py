@@ -1,5 +1,7 @@
 """The call: what it takes, what it means, how it becomes `Inputs` and `Spec`."""
 
+import dataclasses
+import functools
 import operator
 from typing import Any, ClassVar, Final, Literal, NamedTuple, overload
 
@@ -18,13 +20,14 @@ from ejkernel.kernels.common.arguments import (
     window_length,
 )
 from ejkernel.kernels.common.attention import scale_of_logits
-from ejkernel.kernels.native_sparse_attention import OP
+from ejkernel.kernels.native_sparse_attention import OP, SELECTION
 from ejkernel.kernels.native_sparse_attention.config import NativeSparseAttentionConfig
-from ejkernel.kernels.native_sparse_attention.inputs import Inputs, Spec
+from ejkernel.kernels.native_sparse_attention.inputs import Inputs, SelectionInputs, Spec
 from ejkernel.kernels.native_sparse_attention.selection import select_blocks
 from ejkernel.ops import executor
 from ejkernel.ops.executor import Request
 from ejkernel.ops.module import BoundFunction, Module, operation
+from ejkernel.ops.sharded import from_types
 
 _NAME = OP.name
 
@@ -176,6 +179,7 @@ def native_sparse_attention(
     if g_swa is not None and sliding_window is None:
         raise ValueError(f"{_NAME}: g_swa needs sliding_window.")
     cu_seqlens = _cumulative(cu_seqlens, query)
+    request = Request(platform, cfg, mesh, in_specs, out_specs)
     lists = _Lists(query.shape[0], query.shape[1], key.shape[2], spec.block_size)
     if block_indices is None:
         if not isinstance(query.shape[1], int):
@@ -184,7 +188,7 @@ def native_sparse_attention(
                 f"{query.shape[1]}; give block_indices=."
             )
         count = min(_count(block_counts), lists.blocks)
-        chosen = select_blocks(query, key, cu_seqlens, spec, count)
+        chosen = _selected(query, key, cu_seqlens, spec, count, request)
     else:
         indices = _batched(as_array(_NAME, "block_indices", block_indices), packed_rank)
         chosen = _counted(lists.indices(indices), block_counts, lists, packed_rank)
@@ -202,11 +206,44 @@ def native_sparse_attention(
             cu_seqlens=cu_seqlens,
             traced_window=traced_window,
         )
-        request = Request(platform, cfg, mesh, in_specs, out_specs)
         out = executor.run(OP, inputs, spec, request).out
     if packed_rank:
         out, chosen = out[0], chosen[0]
     return (out, chosen) if return_block_indices else out
+
+
+def _selected(
+    query: jax.Array,
+    key: jax.Array,
+    cu_seqlens: jax.Array | None,
+    spec: Spec,
+    count: int,
+    request: Request,
+) -> jax.Array:
+    """The blocks of each token, its own first, then by falling score; no gradient flows."""
+    if 0 in (count, *query.shape[:3]):
+        return jnp.full((*query.shape[:2], key.shape[2], count), -1, jnp.int32)
+    query, key = jax.lax.stop_gradient((query, key))
+    group = query.shape[2] // key.shape[2]
+    by_group = query.reshape(*query.shape[:2], key.shape[2], group, query.shape[3])
+    places = jnp.arange(count, dtype=jnp.int32)
+    inputs = SelectionInputs(by_group, key, places, cu_seqlens)
+    spec = dataclasses.replace(spec, sliding_window=None)
+    # A mesh may split the query heads of a key head, which choose together.
+    if request.mesh is not None or request.in_specs is not None or from_types([key]) is not None:
+        return select_blocks(inputs, spec)
+    cfg = request.cfg
+    named = cfg.platform if isinstance(cfg, NativeSparseAttentionConfig) else None
+    # A platform is named for the attention; one without a selection uses XLA's.
+    platform = "xla" if "xla" in (request.platform, named) else None
+    return executor.run(SELECTION, inputs, spec, Request(platform)).blocks
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _known_blocks(x: jax.Array, blocks: int) -> jax.Array:
+    """Indices as int32, -1 for those of no block."""
+    x = x.astype(jnp.promote_types(x.dtype, jnp.int32))
+    return jnp.where((x >= 0) & (x < blocks), x, -1).astype(jnp.int32)
 
 
 class _Lists(NamedTuple):
@@ -225,9 +262,7 @@ class _Lists(NamedTuple):
         """Lists in any of their shapes as int32 [b, t, k, n]."""
         if x.ndim < 3 or not jnp.issubdtype(x.dtype, jnp.integer):
             raise self._refuse("block_indices", x, ", n")
-        x = self._per_token("block_indices", x, ", n")
-        x = x.astype(jnp.promote_types(x.dtype, jnp.int32))
-        return jnp.where((x >= 0) & (x < self.blocks), x, -1).astype(jnp.int32)
+        return _known_blocks(self._per_token("block_indices", x, ", n"), self.blocks)
 
     def counts(self, x: jax.Array) -> jax.Array:
         """Counts in any of their shapes as [b, t, k]."""

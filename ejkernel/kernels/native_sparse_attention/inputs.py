@@ -51,6 +51,26 @@ class Residuals(NamedTuple):
     windowed: Branch | None
 
 
+class SelectionInputs(NamedTuple):
+    """The arrays of a call that chooses the blocks of each token.
+
+    Attributes:
+        query: with an axis for the query heads of a key head, which choose together.
+        places: one number for each block to choose; only its length counts.
+    """
+
+    query: Float[Array, "b t k g h"]
+    key: Float[Array, "b t k h"]
+    places: Int[Array, "c"]
+    cu_seqlens: Int[Array, "u"] | None = None
+
+
+class Selection(NamedTuple):
+    """The blocks of each token, -1 where there is none."""
+
+    blocks: Int[Array, "b t k c"]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Spec:
     """The static arguments of a call."""

@@ -2,19 +2,24 @@
 
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.native_sparse_attention import geometry, xla_dense, xla_selected
+from ejkernel.kernels.flash_attention import inputs as flash
+from ejkernel.kernels.flash_attention import xla as flash_xla
+from ejkernel.kernels.native_sparse_attention import geometry, xla_selected
+from ejkernel.kernels.native_sparse_attention.branches import (
+    dense_branches,
+    gated,
+    gated_sum,
+    gates_of,
+)
 from ejkernel.kernels.native_sparse_attention.config import NativeSparseAttentionConfig
-from ejkernel.kernels.native_sparse_attention.geometry import Tokens
 from ejkernel.kernels.native_sparse_attention.inputs import (
     Inputs,
     Outputs,
     Residuals,
     Spec,
 )
-from ejkernel.kernels.native_sparse_attention.xla_dense import Dense
 from ejkernel.ops.implementation import ALL_FEATURES, Implementation, Pass
 from ejkernel.ops.platform import Device
 
@@ -27,19 +32,13 @@ def run_forward(
     """The gated sum of the branches, and the branches."""
     at = geometry.tokens(inputs.query.shape[1], inputs.cu_seqlens)
     inputs = geometry.clean(inputs, at)
-    compressed, windowed = _dense(inputs, at, spec)
+    compressed, windowed = dense_branches(inputs, at, spec)
     branches = Residuals(
         xla_selected.forward(inputs, at, spec, params.block_q),
-        compressed and compressed.forward(spec),
-        windowed and windowed.forward(spec),
+        compressed and compressed.forward(spec, _flash_forward),
+        windowed and windowed.forward(spec, _flash_forward),
     )
-    dtype = jnp.promote_types(inputs.query.dtype, jnp.float32)
-    parts = [
-        _gated(gate, branch.out.astype(dtype))
-        for gate, branch in zip(_gates(inputs), branches, strict=True)
-        if branch is not None
-    ]
-    return Outputs(sum(parts[1:], parts[0]).astype(inputs.query.dtype)), branches
+    return gated_sum(inputs, branches), branches
 
 
 def run_backward(
@@ -57,8 +56,8 @@ def run_backward(
     d_out = d_outputs.out.astype(dtype)
     if inputs.cu_seqlens is not None:
         d_out = geometry.zero_outside(d_out, at)
-    compressed, windowed = _dense(inputs, at, spec)
-    gates = _gates(inputs)
+    compressed, windowed = dense_branches(inputs, at, spec)
+    gates = gates_of(inputs)
 
     d_gates, d_arrays = [], []
     for gate, branch, dense in zip(gates, residuals, (None, compressed, windowed), strict=True):
@@ -66,11 +65,11 @@ def run_backward(
             d_gates.append(None if gate is None else jnp.zeros_like(gate))
             continue
         d_gates.append(None if gate is None else (d_out * branch.out.astype(dtype)).sum(-1))
-        d_branch = _gated(gate, d_out).astype(inputs.query.dtype)
+        d_branch = gated(gate, d_out).astype(inputs.query.dtype)
         if dense is None:
             pulled = xla_selected.backward(inputs, at, branch, d_branch, spec, params.block_q)
         else:
-            pulled = dense.backward(branch, d_branch, spec)
+            pulled = dense.backward(branch, d_branch, spec, _flash_backward)
         d_arrays.append([d.astype(dtype) for d in pulled])
 
     g_slc, g_cmp, g_swa = d_gates
@@ -81,23 +80,14 @@ def run_backward(
     )
 
 
-def _dense(inputs: Inputs, at: Tokens, spec: Spec) -> tuple[Dense | None, Dense | None]:
-    compressed = windowed = None
-    if inputs.g_cmp is not None:
-        compressed = xla_dense.compressed(inputs, at, spec)
-    window = spec.sliding_window if inputs.traced_window is None else inputs.traced_window
-    if window is not None:
-        windowed = xla_dense.windowed(inputs, at, window)
-    return compressed, windowed
+def _flash_forward(inputs: flash.Inputs, spec: flash.Spec) -> flash.Outputs:
+    return flash_xla.run_forward(inputs, spec, None)[0]
 
 
-def _gates(inputs: Inputs) -> tuple[jax.Array | None, ...]:
-    """In the order of the branches."""
-    return inputs.g_slc, inputs.g_cmp, inputs.g_swa
-
-
-def _gated(gate: jax.Array | None, x: jax.Array) -> jax.Array:
-    return x if gate is None else gate.astype(x.dtype)[..., None] * x
+def _flash_backward(
+    inputs: flash.Inputs, outputs: flash.Outputs, d_outputs: flash.Outputs, spec: flash.Spec
+) -> flash.Inputs:
+    return flash_xla.run_backward(inputs, outputs, d_outputs, spec, None)
 
 
 def heuristic(inputs: Inputs, spec: Spec, device: Device) -> NativeSparseAttentionConfig:
