@@ -52,3 +52,21 @@ def as_a_user_calls():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+_compiled_seconds: list[float] = []
+
+
+def _listen(event: str, seconds: float, **_: object) -> None:
+    if event == "/jax/core/compile/backend_compile_duration":
+        _compiled_seconds.append(seconds)
+
+
+jax.monitoring.register_event_duration_secs_listener(_listen)
+
+
+@pytest.fixture
+def compilations():
+    """Seconds of each program that XLA compiled since the test began, or since it was cleared."""
+    _compiled_seconds.clear()
+    return _compiled_seconds

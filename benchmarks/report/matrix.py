@@ -71,7 +71,8 @@ LEGEND = (
     "**R**: run on such a device; **C**: compiled for it; "
     "**I**: interpreted on a CPU; *not proven*: no recorded test. "
     "†: the same kernel, tested through another operation. "
-    "XLA alone means plain JAX operations, without a kernel of our own."
+    "XLA alone means plain JAX operations, without a kernel of our own; a platform after XLA is "
+    "used only where it is chosen by name."
 )
 
 
@@ -101,12 +102,14 @@ def _call(operation: str, dtype: Any) -> Invocation:
 
 
 def platforms(operation: str, column: Column, direction: Direction) -> list[Source]:
-    """The sources that take the call, in order; the XLA fallback only where there is no other."""
+    """The sources that take the call, in order; XLA only where no other is preferred to it."""
     call = _call(operation, column.dtype)
     with _every_package_installed():
         supported, _ = call.op.supporting(direction, call.inputs, call.spec, column.device, None)
     sources = [source for source, _ in supported]
-    return [x for x in sources if x.platform is not Platform.XLA] or sources
+    if sources and sources[0].platform is Platform.XLA:
+        return sources
+    return [x for x in sources if x.platform is not Platform.XLA]
 
 
 def _sharing(source: Source) -> list[str]:
@@ -201,11 +204,9 @@ def _on_tpus() -> str:
 
 
 def _is_plain(operation: str, column: Column) -> bool:
-    return all(
-        source.backend is Backend.ANY
-        for direction in DIRECTIONS
-        for source in platforms(operation, column, direction)
-    )
+    """Whether XLA is what runs by default."""
+    firsts = (platforms(operation, column, direction)[:1] for direction in DIRECTIONS)
+    return all(source.backend is Backend.ANY for first in firsts for source in first)
 
 
 def sources() -> str:

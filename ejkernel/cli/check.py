@@ -1,24 +1,31 @@
 """`ejkernel check`: every implementation against its reference, on this machine."""
 
+import json
 from collections import Counter
 from collections.abc import Iterator
-from typing import Annotated, Literal, NamedTuple, get_args
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, get_args
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column, Table
 
-from ejkernel.cli import oracle, subjects
+from ejkernel import settings
+from ejkernel.cli import oracle, provenance, subjects
+from ejkernel.cli.oracle import Dtype
+from ejkernel.cli.outcome import Outcome as Outcome
+from ejkernel.cli.outcome import outcome_of
+from ejkernel.cli.random_calls import run as random_calls
+from ejkernel.cli.random_calls.run import Judged, Options
 from ejkernel.cli.subjects import Subject
-from ejkernel.errors import UnsupportedError
 from ejkernel.ops import executor
 from ejkernel.ops.executor import Request
 from ejkernel.ops.implementation import Source
 from ejkernel.ops.platform import device_of
 from ejkernel.ops.workload import Workload
 
-Dtype = Literal["float32", "bfloat16", "float16"]
+Counts = dict[tuple[str, str], Counter[str]]
 
 
 class Case(NamedTuple):
@@ -34,13 +41,6 @@ class Case(NamedTuple):
         return self.subject.name, subjects.label(self.source)
 
 
-class Outcome(NamedTuple):
-    """The result of one case."""
-
-    verdict: Literal["correct", "unsupported", "wrong"]
-    detail: str
-
-
 def examine(case: Case, dtype: Dtype) -> Outcome:
     """Value and gradients of a workload on one platform, compared with the reference."""
     subject, source, workload = case
@@ -50,30 +50,22 @@ def examine(case: Case, dtype: Dtype) -> Outcome:
     call = subject.invocation(workload.build())
     request = Request(platform=source.platform.value)
     run = oracle.with_gradients(lambda x: executor.run(call.op, x, call.spec, request))
-    try:
-        outputs, gradients = run(oracle.with_dtype(call.inputs, dtype))
-    except UnsupportedError as refusal:
-        return Outcome("unsupported", str(refusal))
-    except Exception as error:  # a crash of one implementation must not hide the others
-        return Outcome("wrong", f"{type(error).__name__}: {error}")
-    for name, deviations in (
-        ("value", truth.of_values(outputs, dtype)),
-        ("gradient", truth.of_gradients(gradients, dtype)),
-    ):
-        if not (deviation := oracle.worst(deviations)).fine:
-            return Outcome("wrong", f"{name} off by {deviation}")
-    return Outcome("correct", "")
+    return outcome_of(lambda: run(oracle.with_dtype(call.inputs, dtype)), truth, dtype)
 
 
-def _examined(console: Console, cases: list[Case], dtype: Dtype) -> Iterator[tuple[Case, Outcome]]:
-    """Each case with its outcome; a terminal shows the one under way."""
+def _progress(console: Console) -> Progress:
+    """One line in a terminal: how many are done, and the one under way."""
     columns = (
         BarColumn(bar_width=12),
         MofNCompleteColumn(),
         TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis")),
     )
-    hidden = not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def _examined(console: Console, cases: list[Case], dtype: Dtype) -> Iterator[tuple[Case, Outcome]]:
+    """Each case with its outcome; a terminal shows the one under way."""
+    with _progress(console) as progress:
         task = progress.add_task("", total=len(cases))
         for case in cases:
             progress.update(task, description=f"{' '.join(case.row)} {case.workload.name}")
@@ -81,7 +73,7 @@ def _examined(console: Console, cases: list[Case], dtype: Dtype) -> Iterator[tup
             progress.advance(task)
 
 
-def _table(counts: dict[tuple[str, str], Counter[str]]) -> Table:
+def _table(counts: Counts) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for name in ("operation", "platform"):
         table.add_column(name, no_wrap=True)
@@ -101,8 +93,28 @@ def check(
         list[str] | None, typer.Option(help="A named call; by default all.")
     ] = None,
     dtype: Annotated[Dtype, typer.Option(help="Type of the arrays.")] = "float32",
+    random: Annotated[
+        int | None, typer.Option(min=1, help="So many random calls instead of named ones.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="With --random: which calls.")] = 0,
+    first: Annotated[
+        int, typer.Option(min=0, help="With --random: the number of the first call.")
+    ] = 0,
+    gradients: Annotated[bool, typer.Option(help="With --random: compare gradients, too.")] = True,
+    workers: Annotated[
+        int, typer.Option(min=1, help="With --random: processes that share the device.")
+    ] = 1,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="With --random: also write this file.")
+    ] = None,
 ) -> None:
     """Compare values and gradients with the reference on this machine."""
+    if random is not None:
+        if workload or dtype != "float32":
+            raise typer.BadParameter("--random draws the calls and the types of their arrays.")
+        wanted = random_calls.indices(first, random, [x.name for x in subjects.chosen(op)])
+        _check_random(Options(seed, platform, gradients), wanted, workers, json_path)
+        return
     cases = [
         Case(subject, source, call)
         for subject in subjects.chosen(op)
@@ -114,7 +126,7 @@ def check(
     if not cases:
         raise typer.BadParameter("no implementation and named call match these options.")
     console = Console()
-    counts: dict[tuple[str, str], Counter[str]] = {}
+    counts: Counts = {}
     wrong = []
     for case, outcome in _examined(console, cases, dtype):
         counts.setdefault(case.row, Counter())[outcome.verdict] += 1
@@ -131,3 +143,91 @@ def check(
     )
     if wrong:
         raise typer.Exit(1)
+
+
+def _check_random(
+    options: Options, wanted: list[int], workers: int, json_path: Path | None
+) -> None:
+    """Compare random calls; print, and record, those that are wrong as programs."""
+    console = Console()
+    counts: Counts = {}
+    wrong: list[Judged] = []
+    with _progress(console) as progress:
+        task = progress.add_task("", total=len(wanted))
+        for call in random_calls.every(options, wanted, workers):
+            for one in call:
+                counts.setdefault((one.operation, one.label), Counter())[one.outcome.verdict] += 1
+                wrong += [one] if one.outcome.verdict == "wrong" else []
+            said = f"{call[0].operation} done, {len(wrong)} wrong" if call else ""
+            progress.update(task, advance=1, description=said)
+        programs = dict(_programs(options, wrong, workers, progress))
+    if not counts:
+        raise typer.BadParameter("no implementation for this device matches these options.")
+    console.print(_table(dict(sorted(counts.items()))))
+    for one in wrong:
+        console.print(_sentence(one), style="red", markup=False, highlight=False)
+        if one in programs:
+            console.print(programs[one], markup=False, highlight=False, soft_wrap=True)
+    total = sum(counts.values(), Counter())
+    last = wanted[-1]
+    console.print(
+        f"seed {options.seed}, calls {wanted[0]} to {last}: {total['correct']} correct, "
+        f"{total['wrong']} wrong, {total['unsupported']} unsupported",
+        highlight=False,
+    )
+    if json_path is not None:
+        record = _record(options, wanted, counts, wrong, programs)
+        json_path.write_text(json.dumps(record, indent=1) + "\n")
+    if wrong:
+        raise typer.Exit(1)
+
+
+def _sentence(one: Judged) -> str:
+    detail = " ".join(one.outcome.detail.split())
+    return f"call {one.index}, {one.operation} {one.label}: {detail}"
+
+
+def _programs(
+    options: Options, wrong: list[Judged], workers: int, progress: Progress
+) -> Iterator[tuple[Judged, str]]:
+    """The program of the first wrong call of each operation and platform, minimised."""
+    first = {(one.operation, one.platform): one for one in reversed(wrong)}
+    task = progress.add_task("minimising", total=len(first), visible=bool(first))
+    for one in first.values():
+        if workers == 1:
+            yield one, random_calls.minimised(options, one)
+        else:
+            yield one, random_calls.alone(random_calls.minimised, options, one)
+        progress.advance(task)
+
+
+def _record(
+    options: Options,
+    wanted: list[int],
+    counts: Counts,
+    wrong: list[Judged],
+    programs: dict[Judged, str],
+) -> dict[str, Any]:
+    """What `--json` writes; docs/cli.md documents the keys."""
+    return provenance.provenance() | {
+        "seed": options.seed,
+        "first": wanted[0],
+        "last": wanted[-1],
+        "calls": len(wanted),
+        "gradients": options.gradients,
+        "interpreted": settings.interpret(),
+        "counts": [
+            {"operation": operation, "platform": label, **counts[operation, label]}
+            for operation, label in sorted(counts)
+        ],
+        "wrong": [
+            {
+                "call": one.index,
+                "operation": one.operation,
+                "platform": one.label,
+                "detail": one.outcome.detail,
+                "program": programs.get(one),
+            }
+            for one in wrong
+        ],
+    }

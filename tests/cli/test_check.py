@@ -49,6 +49,6 @@ def test_an_unknown_operation_is_wrong_usage():
 
 
 def test_options_that_match_nothing_are_wrong_usage():
-    shown = run("check", "--op", "mean_pooling", "--platform", "triton")
+    shown = run("check", "--op", "mean_pooling", "--platform", "cuda")
     assert shown.exit_code == 2
     assert "no implementation and named call match these options." in shown.output
