@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
+from ejkernel.errors import PerformanceWarning, UnsupportedError
 from ejkernel.modules import flash_attention, gla_attention, ring_attention
 from tpu.ahead_of_time import compiled_over, kernels_in, mesh_of, needs_libtpu
 
@@ -101,7 +102,6 @@ def test_every_share_of_a_mesh_runs_the_kernels_and_needs_no_other(function, top
     ],
 )
 def test_explicit_axes_run_the_kernels_on_every_share(function, topology, rows, heads):
-    """Automatic axes need callbacks that JAX gives only to a libtpu with a TPU."""
     mesh = mesh_of(topology, rows=rows, heads=heads)
     mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Explicit,) * 2)
     spec = P("rows", None, "heads")
@@ -110,6 +110,27 @@ def test_explicit_axes_run_the_kernels_on_every_share(function, topology, rows, 
         program = compiled_over(mesh, spec, run, arrays(1024, kv_heads=8))
     assert kernels_in(program) >= 2
     assert not re.search("all-gather|all-to-all|all-reduce|collective", program.as_text())
+
+
+@pytest.mark.parametrize(
+    ("function", "topology", "rows", "heads"),
+    [
+        (flash_attention, "v5e:2x2", 2, 2),
+        (flash_attention, "v5e:4x4", 2, 8),
+        (gla_attention, "v5e:2x2", 2, 2),
+    ],
+)
+def test_automatic_axes_use_plain_xla_and_say_so(function, topology, rows, heads):
+    """libtpu cannot be told how a kernel is partitioned; its own operations it splits by itself."""
+    mesh = mesh_of(topology, rows=rows, heads=heads)
+    spec = P("rows", None, "heads")
+    run = lambda x, **options: function(*x, **options)
+    with pytest.warns(PerformanceWarning, match="cannot partition kernels over automatic"):
+        program = compiled_over(mesh, spec, gradients(run), arrays(1024, kv_heads=8))
+    assert kernels_in(program) == 0
+    assert not re.search("all-gather|all-to-all|all-reduce|collective", program.as_text())
+    with pytest.raises(UnsupportedError, match="platform='pallas' is not available here"):
+        compiled_over(mesh, spec, lambda x: run(x, platform="pallas"), arrays(1024, kv_heads=8))
 
 
 @pytest.mark.parametrize("function", [flash_attention, gla_attention])
