@@ -18,8 +18,8 @@ class _InterruptedError(BaseException):
 
 def main() -> None:
     """Run the command line; a missing package or Ctrl-C is one line, not a traceback."""
-    # While extension modules are loaded, which may crash when an exception comes from outside, there
-    # is nothing to clean up.
+    # While modules are imported there is nothing to clean up, and extension modules may crash when
+    # an exception comes from outside.
     signal.signal(signal.SIGINT, _end)
     missing = [name for name in ("typer", "rich") if importlib.util.find_spec(name) is None]
     if missing:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import gpu_compile
 import pytest
-
 from kernels import several_gpus
 
 pytestmark = pytest.mark.skipif(

@@ -160,7 +160,8 @@ def native_sparse_attention(
     >>> native_sparse_attention(x, x, x, block_indices=blocks).shape
     (1, 256, 2, 8)
     """
-    packed_rank = cu_seqlens is not None and np.ndim(query) == 3
+    query = as_array(_NAME, "query", query)
+    packed_rank = cu_seqlens is not None and query.ndim == 3
     query, key, value = (
         _batched(as_array(_NAME, name, x), packed_rank)
         for name, x in (("query", query), ("key", key), ("value", value))
@@ -294,7 +295,7 @@ class _Lists(NamedTuple):
 
 def _counted(indices: jax.Array, counts: Any, lists: _Lists, packed_rank: bool) -> jax.Array:
     """The lists with only as many entries as count."""
-    if not isinstance(counts, jax.Array) and np.ndim(counts) == 0:
+    if not isinstance(counts, jax.Array | np.ndarray | list | tuple):
         return indices[..., : _count(counts)]
     values, counts = known_values(counts), as_array(_NAME, "block_counts", counts)
     if values is not None and values.size and values.min() < 0:
