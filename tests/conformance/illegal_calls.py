@@ -145,6 +145,39 @@ def _spoiled_shapes(operation: str, given: dict[str, Any]) -> Iterator[tuple[str
                 yield name, wider, f"axis {axis} of {wider.shape[axis]}, {others[0]} has one less"
 
 
+def _spoiled_values(given: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """Integers on the host that point to what is not there."""
+    for name, x in given.items():
+        if not isinstance(x, np.ndarray) or not np.issubdtype(x.dtype, np.integer) or not x.size:
+            continue
+        if name.startswith(("cu_seqlens", "cum_seqlens", "query_start_loc")):
+            yield name, x + 1, "does not begin at 0"
+            yield name, x[:1], "no sequence"
+            yield name, np.append(x[:-1], -1).astype(x.dtype), "decreases"
+            yield name, np.append(x[:-1], 10**6).astype(x.dtype), "ends past the tokens"
+        elif name == "context_lens":
+            yield name, x - x - 1, "negative"
+            yield name, x - x + 10**6, "longer than the table"
+        elif name in ("block_tables", "page_indices") and _has_context(given):
+            yield name, np.full_like(x, 10**6), "pages that do not exist"
+        elif name == "group_sizes":
+            yield name, x - 10**6, "negative"
+            yield name, x + 10**6, "more rows than there are"
+        elif name == "block_counts":
+            yield name, x - 10**6, "negative"
+    for value in (0.0, -0.5, 1.5, float("nan")) if "decay" in given else ():
+        yield "decay", value, f"a factor of {value}"
+
+
+def _has_context(given: dict[str, Any]) -> bool:
+    """Whether a sequence of a paged call has tokens in the cache."""
+    lengths = given.get("context_lens")
+    if lengths is None:
+        lengths = np.diff(given["cu_seqlens_k"])
+    count = int(given.get("num_seqs", len(lengths)))
+    return bool((np.asarray(lengths)[:count] > 0).any())
+
+
 def _spoiled_options(operation: str) -> Iterator[tuple[str, Any, str]]:
     parameters = inspect.signature(getattr(ejkernel, operation)).parameters
     for name, values in _STATIC.items():
@@ -162,6 +195,7 @@ def every(index: int) -> list[Illegal]:
     sources: tuple[Callable[[], Iterator[tuple[str, Any, str]]], ...] = (
         lambda: _spoiled_arrays(operation, given),
         lambda: _spoiled_shapes(operation, given),
+        lambda: _spoiled_values(given),
         lambda: _spoiled_options(operation),
     )
     for source in sources:

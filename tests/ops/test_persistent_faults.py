@@ -1,4 +1,4 @@
-"""Whatever becomes of a file of tuned configurations, no program crashes and later writes are kept."""
+"""No fault of a file of tuned configurations crashes a program or loses what is written later."""
 
 import json
 import random
