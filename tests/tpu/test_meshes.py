@@ -1,5 +1,6 @@
 """Programs for several chips: kernels run on every share, and transfers run behind kernels."""
 
+import math
 import re
 
 import jax
@@ -9,7 +10,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from ejkernel.errors import PerformanceWarning, UnsupportedError
-from ejkernel.modules import flash_attention, gla_attention, ring_attention
+from ejkernel.modules import flash_attention, gla_attention, lightning_attention, ring_attention
 from tpu.ahead_of_time import compiled_over, kernels_in, mesh_of, needs_libtpu
 
 pytestmark = [needs_libtpu, pytest.mark.tpu]
@@ -141,3 +142,24 @@ def test_the_kernels_run_inside_a_shard_map_that_checks_what_varies(function):
     )
     program = compiled_over(mesh, P("rows"), gradients(run), arrays(1024))
     assert kernels_in(program) >= 2
+
+
+COLLECTIVE = re.compile(
+    r"= (\w+\[[\d,]*\]).* "
+    r"(?:all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+)
+
+
+@pytest.mark.parametrize(("topology", "size"), [("v5e:2x4", 8), ("v5e:4x4", 16)])
+def test_a_split_sequence_exchanges_one_state_each_way(topology, size):
+    """Whatever its length; compiled for a TPU the reduce-scatter may be an all-reduce."""
+    mesh = mesh_of(topology, sp=size)
+    run = lambda x: lightning_attention(*x, axis_name="sp", mesh=mesh, platform="pallas")
+    state = 2 * 4 * (128 * 128 + 1)  # and a decay, for 2 rows of 4 heads
+    for shard in (256, 512):
+        program = compiled_over(mesh, P(None, "sp"), gradients(run), arrays(shard * size))
+        assert kernels_in(program) >= 2
+        found = COLLECTIVE.findall(program.as_text())
+        sizes = [math.prod(map(int, re.findall(r"\d+", x.partition("[")[2]))) for x in found]
+        assert len(sizes) == 2
+        assert set(sizes) <= {size * state, state}

@@ -34,6 +34,7 @@ def lightning_attention(
     softmax_scale: float | None = None,
     reverse: bool = False,
     return_state: Literal[False] = False,
+    axis_name: str | None = None,
     platform: str | None = None,
     cfg: LightningAttentionConfig | None = None,
     mesh: Mesh | AbstractMesh | None = None,
@@ -57,6 +58,7 @@ def lightning_attention(
     softmax_scale: float | None = None,
     reverse: bool = False,
     return_state: Literal[True],
+    axis_name: str | None = None,
     platform: str | None = None,
     cfg: LightningAttentionConfig | None = None,
     mesh: Mesh | AbstractMesh | None = None,
@@ -80,6 +82,7 @@ def lightning_attention(
     softmax_scale: float | None = None,
     reverse: bool = False,
     return_state: bool = False,
+    axis_name: str | None = None,
     platform: str | None = None,
     cfg: LightningAttentionConfig | None = None,
     mesh: Mesh | AbstractMesh | None = None,
@@ -115,9 +118,13 @@ def lightning_attention(
         softmax_scale: by default `head_dim ** -0.5`.
         reverse: run from the last token to the first.
         return_state: also return the state after the last token (with `reverse`: the first).
+        axis_name: the mesh axis over which the sequence is split. In a `shard_map` over it, arrays
+            of tokens are this device's share, and `cu_seqlens` are those of the whole sequences.
+            Elsewhere all are whole, and it is an axis of `mesh`, `jax.set_mesh` or `with mesh:`.
         platform: "xla", "pallas", "triton", "cuda", or None for the best that supports the call.
         cfg: blocks and launch parameters; by default chosen for the call.
-        mesh: run under `shard_map` over this mesh; batch and heads may be split.
+        mesh: run under `shard_map` over this mesh; batch and heads may be split, and with
+            `axis_name` the sequence.
         in_specs: with `mesh`, the specs of query, key and value; the others follow from them.
         out_specs: the spec of the output; it follows from `in_specs`.
 
@@ -164,7 +171,7 @@ def lightning_attention(
             softmax_scale=softmax_scale,
             reverse=reverse,
         ),
-        Request(platform, cfg, mesh, in_specs, out_specs),
+        Request(platform, cfg, mesh, in_specs, out_specs, axis_name=axis_name),
     )
     return (out, state()) if return_state else out
 
