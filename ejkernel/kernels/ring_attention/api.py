@@ -18,10 +18,10 @@ from ejkernel.kernels.common.masking import Extent, attention_rule, chunk_rule
 from ejkernel.kernels.ring_attention import OP
 from ejkernel.kernels.ring_attention.config import RingAttentionConfig
 from ejkernel.kernels.ring_attention.inputs import Inputs, Spec
-from ejkernel.ops import executor
+from ejkernel.ops import executor, split_axis
 from ejkernel.ops.executor import Request
-from ejkernel.ops.meshes import bound_axis_size, surrounding_mesh
 from ejkernel.ops.module import BoundFunction, Module, operation
+from ejkernel.ops.split_axis import SplitAxis
 from ejkernel.types.arguments import SlidingWindow
 from ejkernel.types.mask import MaskInfo
 from ejkernel.types.rules import And, Everything, Segments, TokenTypes
@@ -109,12 +109,13 @@ def ring_attention(
         as_array(name, "value", value),
     )
     check_attention_shapes(name, query, key, value)
-    shards = _bound(axis_name, mesh)
-    whole = Extent(query.shape[0], query.shape[2], query.shape[1] * shards, key.shape[1] * shards)
+    split = _split(axis_name, mesh, in_specs, query, key, value)
+    lengths = (split.whole(query.shape[1]), split.whole(key.shape[1]))
+    whole = Extent(query.shape[0], query.shape[2], *lengths)
     rule = attention_rule(
         name,
         whole,
-        mask_info=_whole_mask(mask_info, whole, shards, axis_name),
+        mask_info=_whole_mask(mask_info, whole, split),
         attention_mask=attention_mask,
         causal=causal,
         causal_offset=causal_offset,
@@ -131,73 +132,41 @@ def ring_attention(
     )
     if 0 in (*whole, value.shape[3]):
         return jnp.zeros((*query.shape[:3], value.shape[3]), query.dtype)
-    mesh, in_specs = _mesh(axis_name, mesh, in_specs, shards, whole)
-    in_a_ring = mesh is not None or (axis_name and bound_axis_size(axis_name) is not None)
     spec = Spec(
         softmax_scale=scale_of_logits(name, softmax_scale, query.shape[3]),
         logits_soft_cap=bound_of_logits(name, logits_soft_cap),
-        axis_name=axis_name if in_a_ring else None,
+        axis_name=split.name,
     )
-    out, _ = executor.run(OP, inputs, spec, Request(platform, cfg, mesh, in_specs, out_specs))
+    request = Request(platform, cfg, split.mesh, split.in_specs, out_specs)
+    out, _ = executor.run(OP, inputs, spec, request)
     return out
 
 
-def _bound(axis_name: Any, mesh: Any) -> int:
-    """How many shares the arrays stand for: the ring's size inside a `shard_map`, else 1."""
-    if axis_name is None:
-        return 1
-    if not isinstance(axis_name, str):
-        raise ValueError(f"ring_attention: axis_name must be a string, got {axis_name!r}.")
-    size = bound_axis_size(axis_name)
-    if size is not None and mesh is not None:
-        raise ValueError(
-            f"ring_attention: the axis {axis_name!r} is already mapped here; leave mesh= out."
-        )
-    return size or 1
+def _split(
+    axis_name: Any, mesh: Any, in_specs: Any, query: jax.Array, key: jax.Array, value: jax.Array
+) -> SplitAxis:
+    """The ring: over which devices the sequences are split, or are to be."""
+    if axis_name is None and (mesh is not None or in_specs is not None):
+        raise ValueError("ring_attention: mesh= and in_specs= need axis_name=.")
+    return split_axis.resolve(
+        OP.name,
+        axis_name,
+        arrays={"query": query, "key": key, "value": value},
+        lengths={"queries": query.shape[1], "keys": key.shape[1]},
+        specs=(PartitionSpec(None, axis_name),) * 3,
+        mesh=mesh,
+        in_specs=in_specs,
+    )
 
 
-def _mesh(axis_name: Any, mesh: Any, in_specs: Any, shards: int, whole: Extent) -> tuple[Any, Any]:
-    """The mesh to split over, if any, and the specs to split by."""
-    if axis_name is None:
-        if mesh is not None or in_specs is not None:
-            raise ValueError("ring_attention: mesh= and in_specs= need axis_name=.")
-        return None, None
-    if bound_axis_size(axis_name) is not None:
-        return None, None
-    mesh = mesh or surrounding_mesh()
-    if mesh is None:
-        if in_specs is not None:
-            raise ValueError("ring_attention: in_specs= needs mesh=.")
-        return None, None
-    if axis_name not in mesh.axis_names:
-        raise ValueError(
-            f"ring_attention: axis_name {axis_name!r} is not an axis of the mesh, which has "
-            f"{', '.join(map(str, mesh.axis_names))}."
-        )
-    size = mesh.shape[axis_name]
-    if whole.queries % size or whole.keys % size:
-        raise ValueError(
-            f"ring_attention: {whole.queries} queries and {whole.keys} keys do not divide over the "
-            f"{size} devices of {axis_name!r}."
-        )
-    if in_specs is None:
-        return mesh, (PartitionSpec(None, axis_name),) * 3
-    for spec in in_specs[:3]:
-        if tuple(spec or ())[1:2] != (axis_name,):
-            raise ValueError(
-                f"ring_attention: the sequence axis of query, key and value must be split over "
-                f"{axis_name!r}, got {spec}."
-            )
-    return mesh, tuple(in_specs)
-
-
-def _whole_mask(mask_info: Any, whole: Extent, shards: int, axis_name: Any) -> Any:
+def _whole_mask(mask_info: Any, whole: Extent, split: SplitAxis) -> Any:
     """A mask of the whole sequences; segment ids of one share are collected from the ring."""
-    if shards == 1 or not isinstance(mask_info, MaskInfo):
+    name, shards = split.name, split.shards
+    if not split.given_shares or shards == 1 or not isinstance(mask_info, MaskInfo):
         return mask_info
     if (mask_info.q_len, mask_info.kv_len) != (whole.queries // shards, whole.keys // shards):
         return mask_info
-    gather = lambda ids: jax.lax.all_gather(ids, axis_name, axis=ids.ndim - 1, tiled=True)
+    gather = lambda ids: jax.lax.all_gather(ids, name, axis=ids.ndim - 1, tiled=True)
     parts = mask_info.rule.rules if isinstance(mask_info.rule, And) else (mask_info.rule,)
     if not all(isinstance(part, Segments | TokenTypes | Everything) for part in parts):
         raise ValueError(
