@@ -110,7 +110,7 @@ SIGNATURES = {
     "page_attention": (
         "PageAttention",
         5,
-        f"query, key_cache, value_cache, context_lens, block_tables, *, {PAGED_OPTIONS}",
+        f"query, key_cache, value_cache, context_lens, block_tables, *, {PAGED_OPTIONS}, axis_name",
     ),
     "ragged_page_attention_v2": (
         "RaggedPageAttentionv2",
@@ -122,7 +122,7 @@ SIGNATURES = {
         "RaggedPageAttentionv3",
         6,
         "query, key_pages, value_pages, cu_seqlens_q, cu_seqlens_k, page_indices, *, "
-        f"{PAGED_OPTIONS}",
+        f"{PAGED_OPTIONS}, axis_name",
     ),
     "ragged_page_attention_v3_update": (
         "RaggedPageAttentionv3Update",

@@ -15,6 +15,7 @@ from ejkernel.errors import UnsupportedError
 from ejkernel.ops import differentiable, recording, sharded, symbolic
 from ejkernel.ops.cache import ConfigCache
 from ejkernel.ops.config import Config
+from ejkernel.ops.device_program import DeviceProgram
 from ejkernel.ops.implementation import CallInputs, CallSpec, Choice, Op
 from ejkernel.ops.invocation import Invocation
 from ejkernel.ops.kernel import Kernel
@@ -37,6 +38,7 @@ class Request:
     """How the caller wants a call to be run; specs given as a list become a tuple.
 
     `finish(outputs)`, a function of a module, rearranges the results in the program of the call.
+    `program` is what a device runs where those of a mesh axis compute the call together.
     """
 
     platform: str | None = None
@@ -45,6 +47,7 @@ class Request:
     in_specs: object = None
     out_specs: object = None
     finish: Callable[[Any], Any] | None = None
+    program: DeviceProgram | None = None
 
     def __post_init__(self) -> None:
         for name in ("in_specs", "out_specs"):
@@ -170,15 +173,16 @@ class Executor:
         mesh = request.mesh
         if symbolic.has_symbolic_sizes(jax.tree.leaves(inputs)):
             run = functools.partial(self._symbolic, op, spec, request, device)
-        elif mesh is None:
+        elif mesh is None and request.program is None:
             # Chosen out here, where integer arrays may still be concrete and errors are short.
             choice = self._choose(Invocation(op, inputs, spec, device, request.platform), request)
             run = functools.partial(self._apply, op, spec, request, device, choice)
         else:
-            local = functools.partial(self._apply, op, spec, request, device, None)
-            run = lambda inputs: sharded.shard(
-                op, local, inputs, mesh, request.in_specs, request.out_specs
-            )
+            run = functools.partial(self._apply, op, spec, request, device, None)
+            if request.program is not None:
+                run = functools.partial(request.program, run)
+            if mesh is not None:
+                run = functools.partial(_over_mesh, op, run, mesh, request)
         finish = request.finish or (lambda outputs: outputs)
         return jax.jit(lambda *leaves: finish(run(jax.tree.unflatten(treedef, leaves))))
 
@@ -213,7 +217,7 @@ class Executor:
     def _symbolic(
         self, op: Op, spec: CallSpec, request: Request, device: Device, inputs: CallInputs
     ) -> Any:
-        if request.mesh is not None:
+        if request.mesh is not None or request.program is not None:
             raise UnsupportedError(f"{op.name}: symbolic sizes cannot be split over a mesh.")
         platform = _wanted_platform(request)
         request = dataclasses.replace(request, platform=Platform.XLA.value)
@@ -331,6 +335,19 @@ def _with_mesh(op: Op, leaves: list[Any], request: Request) -> Request:
             "call."
         )
     return dataclasses.replace(request, mesh=mesh)
+
+
+def _over_mesh(
+    op: Op,
+    run: Callable[[CallInputs], Any],
+    mesh: Mesh | AbstractMesh,
+    request: Request,
+    inputs: CallInputs,
+) -> Any:
+    """The outputs of `run` on every device of the mesh."""
+    return sharded.shard(
+        op, run, inputs, mesh, request.in_specs, request.out_specs, request.program
+    )
 
 
 def _wanted_platform(request: Request) -> str | None:
