@@ -79,7 +79,7 @@ SIGNATURES = {
         3,
         "query, key, value, softmax_aux, bias, *, block_mask, block_size=64, layout='bshd', "
         "mask_info, attention_mask, mask_builder, causal, sliding_window, chunk_size, "
-        "softmax_scale, logits_soft_cap",
+        "softmax_scale, logits_soft_cap, axis_name",
     ),
     "flash_attention": ("FlashAttention", 3, SOFTMAX_ATTENTION),
     "gla_attention": (

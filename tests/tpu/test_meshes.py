@@ -9,6 +9,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ejkernel.modules import (
+    blocksparse_attention,
     flash_attention,
     gla_attention,
     page_attention,
@@ -152,3 +153,15 @@ def test_devices_attend_to_the_pages_that_they_hold(window, queries):
     text = program.as_text()
     assert len(re.findall(r" all-reduce(?:-start)?\(", text)) == 2
     assert not re.search("all-gather|all-to-all|collective-permute", text)
+
+
+def test_block_sparse_attention_gathers_keys_and_scatters_their_gradients():
+    mesh = mesh_of("v5e:2x2", sequence=4)
+    blocks = jnp.tri(64, dtype=bool)
+
+    def run(x):
+        return blocksparse_attention(*x, block_mask=blocks, axis_name="sequence", mesh=mesh)
+
+    program = compiled_over(mesh, P(None, "sequence"), gradients(run), arrays(4096))
+    assert kernels_in(program) >= 2
+    assert not re.search("all-to-all|collective-permute", program.as_text())
