@@ -105,7 +105,7 @@ SIGNATURES = {
         "NativeSparseAttention",
         3,
         "query, key, value, g_cmp, g_slc, g_swa, block_indices, block_counts=16, cu_seqlens, *, "
-        "block_size=64, sliding_window, softmax_scale, return_block_indices",
+        "block_size=64, sliding_window, softmax_scale, return_block_indices, axis_name",
     ),
     "page_attention": (
         "PageAttention",

@@ -2,17 +2,17 @@
 
 Device `i` of `n` holds queries and keys `[i * length / n, (i + 1) * length / n)`. Keys and values
 are gathered on every device, which attends from its queries under the rows of the mask that are
-theirs; the gradients of keys and values are summed and scattered back.
+theirs; the gradients of keys and values are summed in float32 and scattered back.
 """
 
 import dataclasses
 from collections.abc import Callable
 from typing import ClassVar
 
-import jax
 from jax import lax
 from jaxtyping import Array, Float
 
+from ejkernel.kernels.common.gathering import gathered
 from ejkernel.kernels.flash_attention import inputs as flash
 from ejkernel.ops.device_program import DeviceProgram
 
@@ -34,14 +34,10 @@ class SplitSequence(DeviceProgram):
         self, run: Callable[[flash.Inputs], flash.Outputs], inputs: SplitInputs
     ) -> flash.Outputs:
         """The outputs of this device's queries."""
-        key, value = (self._gathered(x) for x in (inputs.key, inputs.value))
+        key, value = (gathered(x, self.axis_name) for x in (inputs.key, inputs.value))
         queries, mask = inputs.query.shape[1], inputs.mask
         if mask is not None:
             first = lax.axis_index(self.axis_name) * queries
             mask = mask.slice(first, queries, 0, key.shape[1])
         arrays = inputs._replace(key=key, value=value, mask=mask)
         return run(flash.Inputs(*arrays))
-
-    def _gathered(self, x: jax.Array) -> jax.Array:
-        """[b, s, k, d] of all devices, one after the other."""
-        return lax.all_gather(x, self.axis_name, axis=1, tiled=True)
