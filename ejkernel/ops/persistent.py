@@ -355,9 +355,9 @@ def _parsed(text: str) -> _Entries:
         raise ValueError("it does not go by device, op and call") from None
 
 
-def _is_deep(tree: object) -> bool:
+def _is_deep(tree: Any) -> bool:
     """Whether JSON values are nested so deeply that reading them recursively may fail."""
-    level = [tree]
+    level: list[Any] = [tree]
     for _ in range(_DEEPEST):
         inner = (x.values() if isinstance(x, dict) else x for x in level)
         level = [x for values in inner for x in values if isinstance(x, dict | list)]

@@ -18,10 +18,10 @@ OP = Op(
     ],
     operands=("query", "key", "value", "g_cmp", "g_slc", "g_swa"),
     shardable=frozenset("bnk"),
-    later_inputs=frozenset({"traced_window"}),
+    later_inputs=frozenset({"traced_window", "query_start"}),
     bucketed=frozenset("bt"),
     grouped_axes={"k": "n"},
-    sharding_hints={"t": "; every token may choose blocks from all of its sequence"},
+    sharding_hints={"t": "; axis_name= splits the sequences"},
     tuning_inputs=sample,
 )
 
@@ -35,6 +35,7 @@ SELECTION = Op(
     ],
     operands=("query", "key"),
     shardable=frozenset("bk"),
+    later_inputs=frozenset({"query_start"}),
     sharding_hints=OP.sharding_hints,
     auxiliary=True,
 )

@@ -30,6 +30,9 @@ OP = Op(
     later_inputs=frozenset({"traced_window"}),
     bucketed=frozenset("btsjp"),
     grouped_axes={"k": "n"},
-    sharding_hints={"t": "; the sequences share one list of queries: split the heads"},
+    sharding_hints={
+        "t": "; the sequences share one list of queries: split the heads",
+        "p": "; axis_name= splits the pages",
+    },
     tuning_inputs=sample,
 )
