@@ -47,7 +47,7 @@ def elements(shape):
     ("topology", "chips"), [("v5e:2x2", 4), ("v5e:4x4", 16), ("v5p:2x2x1", 4), ("v6e:2x2", 4)]
 )
 def test_rows_travel_by_ragged_all_to_all(topology, chips):
-    """To the experts and back, and so do the gradients; nothing else does but sizes and the loss."""
+    """To the experts and back, as do their gradients; nothing else but sizes and the loss does."""
     compiled = program(topology, chips)
     found = EXCHANGE.findall(compiled.as_text())
     by_name = lambda name: [elements(shape) for shape, used in found if used == name]
