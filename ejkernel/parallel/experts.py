@@ -363,6 +363,12 @@ def _arrays(rows: ArrayLike, group_ids: ArrayLike) -> tuple[jax.Array, jax.Array
 
 
 def _devices(axis_name: AxisName, name: str = "dispatch") -> int:
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if not names or not all(isinstance(x, str) for x in names):
+        raise ValueError(
+            f"{name}: axis_name must be the name of a mesh axis or a tuple of names, "
+            f"got {axis_name!r}."
+        )
     size = bound_axis_size(axis_name)
     if size is None:
         raise ValueError(

@@ -366,6 +366,11 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"^dispatch: the axis 'ep' is not mapped here"):
             dispatch(jnp.ones((4, 2)), jnp.zeros(4, int), axis_name="ep", experts=2)
 
+    @pytest.mark.parametrize("axis_name", [None, ["ep"], (), ("ep", 0)])
+    def test_names_that_are_none(self, axis_name):
+        with pytest.raises(ValueError, match=r"^dispatch: axis_name must be the name of a mesh"):
+            dispatch(jnp.ones((4, 2)), jnp.zeros(4, int), axis_name=axis_name, experts=2)
+
     @pytest.mark.parametrize(
         ("change", "sentence"),
         [
