@@ -1,4 +1,4 @@
-"""Splitting work over the devices of a mesh axis: what a call inside a `shard_map` needs."""
+"""Work that is split over the devices of a mesh axis."""
 
 from ejkernel.parallel.experts import Dispatched as Dispatched
 from ejkernel.parallel.experts import ExpertPlan as ExpertPlan
