@@ -29,7 +29,15 @@ TOP_LEVEL = {
     "dot_product_attention",
     "kernel_registry",
 }
-TOP_LEVEL_MODULES = {"errors", "integrations", "modules", "ops", "settings", "types"}
+TOP_LEVEL_MODULES = {
+    "errors",
+    "integrations",
+    "modules",
+    "ops",
+    "parallel",
+    "settings",
+    "types",
+}
 TYPES = {"MaskInfo", "get_debug_mode", "set_debug_mode"}
 OPS_SURFACE = {
     "AutotunePolicy",
@@ -49,6 +57,7 @@ OPS_SURFACE = {
     "policy_override",
     "record_invocations",
 }
+PARALLEL = {"Dispatched", "ExpertPlan", "combine", "dispatch"}
 MASK_HELPERS = {
     "attention_mask_to_qkv_cu_seqlens",
     "cu_seqlens_to_mask",
@@ -218,6 +227,7 @@ def test_the_docstring_of_an_operation_names_its_parameters_and_shows_a_call(op)
     [
         ("ejkernel", TOP_LEVEL),
         ("ejkernel.ops", OPS_SURFACE),
+        ("ejkernel.parallel", PARALLEL),
         ("ejkernel.types", TYPES),
         ("ejkernel.types.mask", MASK_HELPERS),
     ],
