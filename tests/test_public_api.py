@@ -86,7 +86,7 @@ SIGNATURES = {
         "GLAttention",
         3,
         "query, key, value, gate, g_gamma, initial_state, cu_seqlens, *, softmax_scale, reverse, "
-        "return_state",
+        "return_state, axis_name",
     ),
     "grouped_matmul": (
         "GroupedMatmul",
@@ -98,7 +98,7 @@ SIGNATURES = {
         "LightningAttention",
         3,
         "query, key, value, decay, initial_state, cu_seqlens, *, g_gamma, layer_idx, num_layers, "
-        "softmax_scale, reverse, return_state",
+        "softmax_scale, reverse, return_state, axis_name",
     ),
     "mean_pooling": ("MeanPooling", 1, "x, attention_mask, *, cu_seqlens"),
     "native_sparse_attention": (
@@ -133,7 +133,8 @@ SIGNATURES = {
     "recurrent_attention": (
         "RecurrentAttention",
         3,
-        "query, key, value, gate, g_gamma, gv, state, cu_seqlens, *, softmax_scale, reverse",
+        "query, key, value, gate, g_gamma, gv, state, cu_seqlens, *, softmax_scale, reverse, "
+        "axis_name",
     ),
     "ring_attention": (
         "RingAttention",

@@ -1,5 +1,6 @@
 """Programs for several chips: kernels run on every share, and transfers run behind kernels."""
 
+import math
 import re
 
 import jax
@@ -8,10 +9,12 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ejkernel.errors import PerformanceWarning, UnsupportedError
 from ejkernel.modules import (
     blocksparse_attention,
     flash_attention,
     gla_attention,
+    lightning_attention,
     page_attention,
     ring_attention,
 )
@@ -107,7 +110,6 @@ def test_every_share_of_a_mesh_runs_the_kernels_and_needs_no_other(function, top
     ],
 )
 def test_explicit_axes_run_the_kernels_on_every_share(function, topology, rows, heads):
-    """Automatic axes need callbacks that JAX gives only to a libtpu with a TPU."""
     mesh = mesh_of(topology, rows=rows, heads=heads)
     mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Explicit,) * 2)
     spec = P("rows", None, "heads")
@@ -118,6 +120,27 @@ def test_explicit_axes_run_the_kernels_on_every_share(function, topology, rows, 
     assert not re.search("all-gather|all-to-all|all-reduce|collective", program.as_text())
 
 
+@pytest.mark.parametrize(
+    ("function", "topology", "rows", "heads"),
+    [
+        (flash_attention, "v5e:2x2", 2, 2),
+        (flash_attention, "v5e:4x4", 2, 8),
+        (gla_attention, "v5e:2x2", 2, 2),
+    ],
+)
+def test_automatic_axes_use_plain_xla_and_say_so(function, topology, rows, heads):
+    """libtpu cannot be told how a kernel is partitioned; its own operations it splits by itself."""
+    mesh = mesh_of(topology, rows=rows, heads=heads)
+    spec = P("rows", None, "heads")
+    run = lambda x, **options: function(*x, **options)
+    with pytest.warns(PerformanceWarning, match="cannot partition kernels over automatic"):
+        program = compiled_over(mesh, spec, gradients(run), arrays(1024, kv_heads=8))
+    assert kernels_in(program) == 0
+    assert not re.search("all-gather|all-to-all|all-reduce|collective", program.as_text())
+    with pytest.raises(UnsupportedError, match="platform='pallas' is not available here"):
+        compiled_over(mesh, spec, lambda x: run(x, platform="pallas"), arrays(1024, kv_heads=8))
+
+
 @pytest.mark.parametrize("function", [flash_attention, gla_attention])
 def test_the_kernels_run_inside_a_shard_map_that_checks_what_varies(function):
     mesh = mesh_of("v5e:2x2", rows=2)
@@ -126,6 +149,27 @@ def test_the_kernels_run_inside_a_shard_map_that_checks_what_varies(function):
     )
     program = compiled_over(mesh, P("rows"), gradients(run), arrays(1024))
     assert kernels_in(program) >= 2
+
+
+COLLECTIVE = re.compile(
+    r"= (\w+\[[\d,]*\]).* "
+    r"(?:all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+)
+
+
+@pytest.mark.parametrize(("topology", "size"), [("v5e:2x4", 8), ("v5e:4x4", 16)])
+def test_a_split_sequence_exchanges_one_state_each_way(topology, size):
+    """Whatever its length; compiled for a TPU the reduce-scatter may be an all-reduce."""
+    mesh = mesh_of(topology, sp=size)
+    run = lambda x: lightning_attention(*x, axis_name="sp", mesh=mesh, platform="pallas")
+    state = 2 * 4 * (128 * 128 + 1)  # and a decay, for 2 rows of 4 heads
+    for shard in (256, 512):
+        program = compiled_over(mesh, P(None, "sp"), gradients(run), arrays(shard * size))
+        assert kernels_in(program) >= 2
+        found = COLLECTIVE.findall(program.as_text())
+        sizes = [math.prod(map(int, re.findall(r"\d+", x.partition("[")[2]))) for x in found]
+        assert len(sizes) == 2
+        assert set(sizes) <= {size * state, state}
 
 
 @pytest.mark.parametrize("window", [None, 1024])

@@ -22,10 +22,11 @@ from ejkernel.kernels.common.arguments import (
 from ejkernel.kernels.gla_attention import OP
 from ejkernel.kernels.gla_attention.config import GLAttentionConfig
 from ejkernel.kernels.gla_attention.inputs import Inputs, Spec
-from ejkernel.ops import executor
+from ejkernel.ops import executor, split_axis
 from ejkernel.ops.executor import Request
 from ejkernel.ops.implementation import Op
 from ejkernel.ops.module import BoundFunction, Module, operation
+from ejkernel.ops.split_axis import SplitAxis
 
 
 @overload
@@ -41,6 +42,7 @@ def gla_attention(
     softmax_scale: float | None = None,
     reverse: bool = False,
     return_state: Literal[False] = False,
+    axis_name: str | None = None,
     platform: str | None = None,
     cfg: GLAttentionConfig | None = None,
     mesh: Mesh | AbstractMesh | None = None,
@@ -62,6 +64,7 @@ def gla_attention(
     softmax_scale: float | None = None,
     reverse: bool = False,
     return_state: Literal[True],
+    axis_name: str | None = None,
     platform: str | None = None,
     cfg: GLAttentionConfig | None = None,
     mesh: Mesh | AbstractMesh | None = None,
@@ -83,6 +86,7 @@ def gla_attention(
     softmax_scale: float | None = None,
     reverse: bool = False,
     return_state: bool = False,
+    axis_name: str | None = None,
     platform: str | None = None,
     cfg: GLAttentionConfig | None = None,
     mesh: Mesh | AbstractMesh | None = None,
@@ -115,9 +119,13 @@ def gla_attention(
         softmax_scale: by default `head_dim ** -0.5`.
         reverse: run from the last token to the first.
         return_state: also return the state after the last token (with `reverse`: the first).
+        axis_name: the mesh axis over which the sequence is split. In a `shard_map` over it, arrays
+            of tokens are this device's share, and `cu_seqlens` are those of the whole sequences.
+            Elsewhere all are whole, and it is an axis of `mesh`, `jax.set_mesh` or `with mesh:`.
         platform: "xla", "pallas", "triton", "cuda", or None for the best that supports the call.
         cfg: blocks and launch parameters; by default chosen for the call.
-        mesh: run under `shard_map` over this mesh; batch and heads may be split.
+        mesh: run under `shard_map` over this mesh; batch and heads may be split, and with
+            `axis_name` the sequence.
         in_specs: with `mesh`, the specs of query, key and value, and if wanted that of gate; the
             others follow from them.
         out_specs: the spec of the output; it follows from `in_specs`.
@@ -143,7 +151,7 @@ def gla_attention(
         key,
         value,
         Recurrence(gate, g_gamma, None, initial_state, cu_seqlens, softmax_scale, reverse),
-        Request(platform, cfg, mesh, in_specs, out_specs),
+        Request(platform, cfg, mesh, in_specs, out_specs, axis_name=axis_name),
     )
     return (out, state()) if return_state else out
 
@@ -173,7 +181,17 @@ def recur(
         raise ValueError(
             f"{name}: query and key must have one length, got {query.shape[1]} and {key.shape[1]}."
         )
-    inputs = _inputs(name, query, key, value, recurrence, bare)
+    request = _canonical(request, recurrence.cu_seqlens is not None, bare)
+    split = split_axis.resolve(
+        name,
+        request.axis_name,
+        arrays={"query": query, "key": key, "value": value},
+        lengths={"tokens": query.shape[1]},
+        specs=(PartitionSpec(None, request.axis_name),) * 3,
+        mesh=request.mesh,
+        in_specs=request.in_specs,
+    )
+    inputs = _inputs(name, query, key, value, recurrence, bare, split)
     spec = Spec(
         softmax_scale=query.shape[3] ** -0.5
         if recurrence.softmax_scale is None
@@ -183,16 +201,23 @@ def recur(
     if 0 in (*query.shape, value.shape[3]):
         out, state = _nothing(inputs)
     else:
-        out, state = executor.run(
-            op, inputs, spec, _canonical(request, inputs.cu_seqlens is not None, bare)
+        request = dataclasses.replace(
+            request, mesh=split.mesh, in_specs=split.in_specs, axis_name=split.name
         )
+        out, state = executor.run(op, inputs, spec, request)
     sequences = () if bare and recurrence.cu_seqlens is None else (-1,)
     out = out.reshape(out.shape[1:]) if bare else out
     return out, lambda: state.reshape(*sequences, *state.shape[2:])
 
 
 def _inputs(
-    op: str, query: jax.Array, key: jax.Array, value: jax.Array, given: Recurrence, bare: bool
+    op: str,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    given: Recurrence,
+    bare: bool,
+    split: SplitAxis,
 ) -> Inputs:
     batch, tokens, heads, rows = key.shape
     columns = value.shape[3]
@@ -203,7 +228,7 @@ def _inputs(
                 f"{op}: cu_seqlens describe one packed row, got a batch of {batch}; rows that are "
                 "sequences of their own need none."
             )
-        cu_seqlens = cumulative_lengths(op, "cu_seqlens", given.cu_seqlens, tokens)
+        cu_seqlens = cumulative_lengths(op, "cu_seqlens", given.cu_seqlens, split.whole(tokens))
     gate = _given(op, "gate", given.gate)
     if gate is not None:
         gate = _batched(gate, bare)

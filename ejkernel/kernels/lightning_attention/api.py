@@ -34,6 +34,7 @@ def lightning_attention(
     softmax_scale: float | None = None,
     reverse: bool = False,
     return_state: Literal[False] = False,
+    axis_name: str | None = None,
     platform: str | None = None,
     cfg: LightningAttentionConfig | None = None,
     mesh: Mesh | AbstractMesh | None = None,
@@ -57,6 +58,7 @@ def lightning_attention(
     softmax_scale: float | None = None,
     reverse: bool = False,
     return_state: Literal[True],
+    axis_name: str | None = None,
     platform: str | None = None,
     cfg: LightningAttentionConfig | None = None,
     mesh: Mesh | AbstractMesh | None = None,
@@ -80,6 +82,7 @@ def lightning_attention(
     softmax_scale: float | None = None,
     reverse: bool = False,
     return_state: bool = False,
+    axis_name: str | None = None,
     platform: str | None = None,
     cfg: LightningAttentionConfig | None = None,
     mesh: Mesh | AbstractMesh | None = None,
@@ -115,9 +118,13 @@ def lightning_attention(
         softmax_scale: by default `head_dim ** -0.5`.
         reverse: run from the last token to the first.
         return_state: also return the state after the last token (with `reverse`: the first).
+        axis_name: the mesh axis over which the sequence is split. In a `shard_map` over it, arrays
+            of tokens are this device's share, and `cu_seqlens` are those of the whole sequences.
+            Elsewhere all are whole, and it is an axis of `mesh`, `jax.set_mesh` or `with mesh:`.
         platform: "xla", "pallas", "triton", "cuda", or None for the best that supports the call.
         cfg: blocks and launch parameters; by default chosen for the call.
-        mesh: run under `shard_map` over this mesh; batch and heads may be split.
+        mesh: run under `shard_map` over this mesh; batch and heads may be split, and with
+            `axis_name` the sequence.
         in_specs: with `mesh`, the specs of query, key and value; the others follow from them.
         out_specs: the spec of the output; it follows from `in_specs`.
 
@@ -145,10 +152,11 @@ def lightning_attention(
         raise ValueError(
             f"{_NAME}: give one of decay, g_gamma and layer_idx, got {' and '.join(given)}."
         )
+    key = as_array(_NAME, "key", key)
     if decay is not None:
         g_gamma = _logarithm(decay)
     elif g_gamma is None:
-        g_gamma = _of_layer(layer_idx, num_layers, np.shape(key)[-2] if np.ndim(key) > 1 else 1)
+        g_gamma = _of_layer(layer_idx, num_layers, key.shape[-2] if key.ndim > 1 else 1)
     if num_layers is not None and layer_idx is None:
         raise ValueError(f"{_NAME}: num_layers needs layer_idx.")
     out, state = recur(
@@ -163,7 +171,7 @@ def lightning_attention(
             softmax_scale=softmax_scale,
             reverse=reverse,
         ),
-        Request(platform, cfg, mesh, in_specs, out_specs),
+        Request(platform, cfg, mesh, in_specs, out_specs, axis_name=axis_name),
     )
     return (out, state()) if return_state else out
 
@@ -171,6 +179,8 @@ def lightning_attention(
 def _logarithm(decay: ArrayLike) -> jax.Array:
     """The logarithms of factors in (0, 1]."""
     values, decay = known_values(decay), as_array(_NAME, "decay", decay)
+    if jnp.issubdtype(decay.dtype, jnp.complexfloating):
+        raise ValueError(f"{_NAME}: decay must be real, got {decay.dtype}.")
     if not jnp.issubdtype(decay.dtype, jnp.floating):
         decay = decay.astype(jnp.float32)
     if values is not None and not ((values > 0) & (values <= 1)).all():
@@ -191,8 +201,9 @@ def _of_layer(layer: int | ArrayLike | None, layers: int | None, heads: int) -> 
         layers = operator.index(layers)
     except (TypeError, jax.errors.TracerIntegerConversionError):
         raise ValueError(f"{_NAME}: num_layers must be an int, got {layers!r}.") from None
+    known = isinstance(layer, int | np.integer)
+    index = np.asarray(layer) if known else as_array(_NAME, "layer_idx", layer)
     values = known_values(layer)
-    index = np.asarray(layer) if isinstance(layer, int | np.integer) else jnp.asarray(layer)
     if index.ndim or not jnp.issubdtype(index.dtype, jnp.integer):
         raise ValueError(f"{_NAME}: layer_idx must be one int, got {layer!r}.")
     if layers < 1 or (values is not None and not 0 <= values < layers):

@@ -27,7 +27,6 @@ from ejkernel.kernels.native_sparse_attention.selection import select_blocks
 from ejkernel.kernels.native_sparse_attention.split_sequence import (
     SplitInputs,
     SplitSelectionInputs,
-    SplitSequence,
 )
 from ejkernel.ops import executor, split_axis
 from ejkernel.ops.executor import Request
@@ -177,7 +176,8 @@ def native_sparse_attention(
     >>> native_sparse_attention(x, x, x, block_indices=blocks).shape
     (1, 256, 2, 8)
     """
-    packed_rank = cu_seqlens is not None and np.ndim(query) == 3
+    query = as_array(_NAME, "query", query)
+    packed_rank = cu_seqlens is not None and query.ndim == 3
     query, key, value = (
         _batched(as_array(_NAME, name, x), packed_rank)
         for name, x in (("query", query), ("key", key), ("value", value))
@@ -197,8 +197,7 @@ def native_sparse_attention(
         raise ValueError(f"{_NAME}: g_swa needs sliding_window.")
     split = _split(axis_name, query, key, value, mesh, in_specs)
     cu_seqlens = _cumulative(cu_seqlens, query, split.whole(query.shape[1]))
-    program = None if split.name is None else SplitSequence(split.name)
-    request = Request(platform, cfg, split.mesh, split.in_specs, out_specs, program=program)
+    request = Request(platform, cfg, split.mesh, split.in_specs, out_specs, axis_name=split.name)
     shares = split.shards if split.given_shares else 1
     lists = _Lists(query.shape[0], query.shape[1], key.shape[2], spec.block_size, shares)
     if block_indices is None:
@@ -217,7 +216,7 @@ def native_sparse_attention(
     else:
         # Lists without an entry say what an entry of no block says.
         named = chosen if chosen.shape[-1] else jnp.full((*chosen.shape[:3], 1), -1, jnp.int32)
-        inputs = (Inputs if program is None else SplitInputs)(
+        inputs = (Inputs if split.name is None else SplitInputs)(
             query,
             key,
             value,
@@ -248,10 +247,10 @@ def _selected(
     by_group = query.reshape(*query.shape[:2], key.shape[2], group, query.shape[3])
     places = jnp.arange(count, dtype=jnp.int32)
     spec = dataclasses.replace(spec, sliding_window=None)
-    if request.program is not None:
+    if request.axis_name is not None:
         inputs = SplitSelectionInputs(by_group, key, places, cu_seqlens)
         specs = _without_heads(request.in_specs)
-        request = Request("xla", mesh=request.mesh, in_specs=specs, program=request.program)
+        request = Request("xla", mesh=request.mesh, in_specs=specs, axis_name=request.axis_name)
         return executor.run(SELECTION, inputs, spec, request).blocks
     inputs = SelectionInputs(by_group, key, places, cu_seqlens)
     # A mesh may split the query heads of a key head, which choose together.
@@ -339,7 +338,7 @@ class _Lists(NamedTuple):
 
 def _counted(indices: jax.Array, counts: Any, lists: _Lists, packed_rank: bool) -> jax.Array:
     """The lists with only as many entries as count."""
-    if not isinstance(counts, jax.Array) and np.ndim(counts) == 0:
+    if not isinstance(counts, jax.Array | np.ndarray | list | tuple):
         return indices[..., : _count(counts)]
     values, counts = known_values(counts), as_array(_NAME, "block_counts", counts)
     if values is not None and values.size and values.min() < 0:

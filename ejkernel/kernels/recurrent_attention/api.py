@@ -26,6 +26,7 @@ def recurrent_attention(
     *,
     softmax_scale: float | None = None,
     reverse: bool = False,
+    axis_name: str | None = None,
     platform: str | None = None,
     cfg: RecurrentAttentionConfig | None = None,
     mesh: Mesh | AbstractMesh | None = None,
@@ -57,9 +58,13 @@ def recurrent_attention(
             own. Tokens past the last give 0.
         softmax_scale: by default `head_dim ** -0.5`.
         reverse: run from the last token to the first.
+        axis_name: the mesh axis over which the sequence is split. In a `shard_map` over it, arrays
+            of tokens are this device's share, and `cu_seqlens` are those of the whole sequences.
+            Elsewhere all are whole, and it is an axis of `mesh`, `jax.set_mesh` or `with mesh:`.
         platform: "xla", "pallas", "triton", "cuda", or None for the best that supports the call.
         cfg: blocks and launch parameters; by default chosen for the call.
-        mesh: run under `shard_map` over this mesh; batch and heads may be split.
+        mesh: run under `shard_map` over this mesh; batch and heads may be split, and with
+            `axis_name` the sequence.
         in_specs: with `mesh`, the specs of query, key and value, and if wanted that of gate; the
             others follow from them.
         out_specs: the spec of the output; it follows from `in_specs`.
@@ -86,7 +91,7 @@ def recurrent_attention(
         key,
         value,
         Recurrence(gate, g_gamma, gv, state, cu_seqlens, softmax_scale, reverse, "state"),
-        Request(platform, cfg, mesh, in_specs, out_specs),
+        Request(platform, cfg, mesh, in_specs, out_specs, axis_name=axis_name),
     )
     return out, after()
 
