@@ -16,7 +16,6 @@ from ejkernel.errors import PerformanceWarning, UnsupportedError
 from ejkernel.ops import differentiable, recording, sharded, symbolic
 from ejkernel.ops.cache import ConfigCache
 from ejkernel.ops.config import Config
-from ejkernel.ops.device_program import DeviceProgram
 from ejkernel.ops.implementation import CallInputs, CallSpec, Choice, Op
 from ejkernel.ops.invocation import Invocation
 from ejkernel.ops.kernel import Kernel
@@ -39,7 +38,7 @@ class Request:
     """How the caller wants a call to be run; specs given as a list become a tuple.
 
     `finish(outputs)`, a function of a module, rearranges the results in the program of the call.
-    `program` is what a device runs where those of a mesh axis compute the call together.
+    `axis_name` is the mesh axis of `Op.over_axis`: of `mesh`, of the types, or mapped already.
     """
 
     platform: str | None = None
@@ -48,7 +47,7 @@ class Request:
     in_specs: object = None
     out_specs: object = None
     finish: Callable[[Any], Any] | None = None
-    program: DeviceProgram | None = None
+    axis_name: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("in_specs", "out_specs"):
@@ -174,16 +173,13 @@ class Executor:
         mesh = request.mesh
         if symbolic.has_symbolic_sizes(jax.tree.leaves(inputs)):
             run = functools.partial(self._symbolic, op, spec, request, device)
-        elif mesh is None and request.program is None:
+        elif mesh is None and request.axis_name is None:
             # Chosen out here, where integer arrays may still be concrete and errors are short.
             choice = self._choose(Invocation(op, inputs, spec, device, request.platform), request)
             run = functools.partial(self._apply, op, spec, request, device, choice)
         else:
-            run = functools.partial(self._apply, op, spec, request, device, None)
-            if request.program is not None:
-                run = functools.partial(request.program, run)
-            if mesh is not None:
-                run = functools.partial(_over_mesh, op, run, mesh, request)
+            local = functools.partial(self._apply, op, spec, request, device, None)
+            run = _over_devices(op, local, spec, request)
         finish = request.finish or (lambda outputs: outputs)
         return jax.jit(lambda *leaves: finish(run(jax.tree.unflatten(treedef, leaves))))
 
@@ -221,7 +217,7 @@ class Executor:
     def _symbolic(
         self, op: Op, spec: CallSpec, request: Request, device: Device, inputs: CallInputs
     ) -> Any:
-        if request.mesh is not None or request.program is not None:
+        if request.mesh is not None or request.axis_name is not None:
             raise UnsupportedError(f"{op.name}: symbolic sizes cannot be split over a mesh.")
         platform = _wanted_platform(request)
         request = dataclasses.replace(request, platform=Platform.XLA.value)
@@ -364,17 +360,18 @@ def _with_mesh(op: Op, leaves: list[Any], request: Request) -> Request:
     return dataclasses.replace(request, mesh=mesh)
 
 
-def _over_mesh(
-    op: Op,
-    run: Callable[[CallInputs], Any],
-    mesh: Mesh | AbstractMesh,
-    request: Request,
-    inputs: CallInputs,
-) -> Any:
-    """The outputs of `run` on every device of the mesh."""
-    return sharded.shard(
-        op, run, inputs, mesh, request.in_specs, request.out_specs, request.program
-    )
+def _over_devices(
+    op: Op, local: Callable[[CallInputs], Any], spec: CallSpec, request: Request
+) -> Callable[[CallInputs], Any]:
+    """The call over a mesh, or on the share that a device has already, from that of one device."""
+    axis_name, mesh, run = request.axis_name, request.mesh, local
+    if axis_name is not None and op.over_axis is not None:
+        over_axis = op.over_axis
+        run = lambda inputs: over_axis(local, inputs, spec, axis_name)
+        op = dataclasses.replace(op, shardable=op.shardable | op.sequence)
+    if mesh is None:
+        return run
+    return lambda inputs: sharded.shard(op, run, inputs, mesh, request.in_specs, request.out_specs)
 
 
 def _wanted_platform(request: Request) -> str | None:

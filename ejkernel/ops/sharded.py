@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ejkernel.ops import axes
-from ejkernel.ops.device_program import DeviceProgram
 from ejkernel.ops.implementation import CallInputs, Op
 from ejkernel.ops.picked import Picked, picked_heads
 
@@ -54,30 +53,22 @@ def shard(
     mesh: Mesh | AbstractMesh,
     in_specs: object,
     out_specs: object,
-    program: DeviceProgram | None = None,
 ) -> Any:
-    """`run(inputs)` with every array split over `mesh` as the specs and the letters say.
-
-    `program`, if it is what `run` runs, splits letters that the op by itself does not.
-    """
+    """`run(inputs)` with every array split over `mesh` as the specs and the letters say."""
     if in_specs is None:
         raise ValueError(
             f"{op.name}: mesh= needs in_specs=, one PartitionSpec for each of "
             f"{', '.join(op.operands[:3])}."
         )
-    shardable, replicated = op.shardable - op.unsplittable(inputs), op.replicated
-    if program is not None:
-        shardable, replicated = shardable | program.letters, replicated | program.replicated
     if isinstance(in_specs, TypeSpecs):
-        bound = _bind_types(op, inputs, in_specs, shardable)
+        bound = _bind_types(op, inputs, in_specs)
     else:
-        bound = _bind(op, inputs, mesh, in_specs, shardable)
-    if program is not None:
-        _check_program(op, program, bound)
+        bound = _bind(op, inputs, mesh, in_specs)
+    _check_sequence(op, bound)
     few = _few(op, inputs)
     inputs, bound, picked = _regroup(op, inputs, mesh, bound)
     leaves, treedef = jax.tree.flatten(inputs)
-    letters = _letters(inputs, replicated)
+    letters = _letters(op, inputs)
     _check_sizes(op, leaves, letters, mesh, bound)
     specs = [_spec(letter, bound, x.shape) for x, letter in zip(leaves, letters, strict=True)]
     parts: list[Parts] = [_parts(letter, picked) for letter in letters]
@@ -155,12 +146,12 @@ def _put_back(
     return x
 
 
-def _letters(inputs: CallInputs, replicated: frozenset[str]) -> list[Letters]:
+def _letters(op: Op, inputs: CallInputs) -> list[Letters]:
     """The letters to split by: of a replicated field, batch and heads alone."""
     paths, _ = jax.tree_util.tree_flatten_with_path(inputs)
     return [
         tuple(x if x.lstrip("#") in ("b", "n") else "" for x in letters)
-        if letters and getattr(path[0], "name", None) in replicated
+        if letters and getattr(path[0], "name", None) in op.replicated
         else letters
         for (path, _), letters in zip(paths, axes.of_leaves(inputs), strict=True)
     ]
@@ -183,23 +174,19 @@ def _summed(
     return (lambda inputs: jax.lax.psum(run(inputs), tuple(over))) if over else run
 
 
-def _check_program(op: Op, program: DeviceProgram, bound: Mapping[str, Axes]) -> None:
-    """The axis of a program splits its letters alone: the devices compute the same rows."""
+def _check_sequence(op: Op, bound: Mapping[str, Axes]) -> None:
+    """A mesh axis that splits what `Op.over_axis` brings together splits nothing else."""
+    together = {axis: letter for letter in sorted(op.sequence) for axis in bound.get(letter, ())}
     for letter, over in bound.items():
-        if letter not in program.letters and program.axis_name in over:
+        if letter not in op.sequence and (shared := [axis for axis in over if axis in together]):
             raise ValueError(
-                f"{op.name}: axis_name {program.axis_name!r} splits "
-                f"{' and '.join(map(repr, sorted(program.letters)))}, and cannot split {letter!r} "
-                "as well."
+                f"{op.name}: the mesh axis {shared[0]!r} cannot split both {letter!r} and "
+                f"{together[shared[0]]!r}."
             )
 
 
 def _bind(
-    op: Op,
-    inputs: CallInputs,
-    mesh: Mesh | AbstractMesh,
-    in_specs: object,
-    shardable: frozenset[str],
+    op: Op, inputs: CallInputs, mesh: Mesh | AbstractMesh, in_specs: object
 ) -> dict[str, Axes]:
     """Which mesh axes split each letter, from the specs that were given."""
     if isinstance(in_specs, PartitionSpec) or not isinstance(in_specs, tuple | list):
@@ -216,6 +203,7 @@ def _bind(
         )
     bound: dict[str, Axes] = {}
     said_by: dict[str, str] = {}
+    shardable = op.shardable - op.unsplittable(inputs)
     for name, spec in zip(op.operands, in_specs, strict=False):
         split = [_mesh_axes(entry) for entry in (spec or ())]
         _check_axes(op, name, split, mesh)
@@ -245,12 +233,11 @@ def _bind(
     return bound
 
 
-def _bind_types(
-    op: Op, inputs: CallInputs, given: TypeSpecs, shardable: frozenset[str]
-) -> dict[str, Axes]:
+def _bind_types(op: Op, inputs: CallInputs, given: TypeSpecs) -> dict[str, Axes]:
     """Which mesh axes split each letter, from the types; an array that is whole says nothing."""
     bound: dict[str, Axes] = {}
     said_by: dict[str, str] = {}
+    shardable = op.shardable - op.unsplittable(inputs)
     paths, _ = jax.tree_util.tree_flatten_with_path(inputs)
     every = zip(paths, axes.of_leaves(inputs), given.specs, strict=True)
     for (path, x), letters, spec in every:

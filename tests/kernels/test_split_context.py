@@ -10,8 +10,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tiers import quick
 
+from ejkernel.kernels.ragged_page_attention_v3 import split_context as context
 from ejkernel.kernels.ragged_page_attention_v3.inputs import Inputs, Spec
-from ejkernel.kernels.ragged_page_attention_v3.split_context import SplitContext
 from ejkernel.modules import page_attention, ragged_page_attention_v3
 
 if len(jax.devices()) < 8:
@@ -245,7 +245,7 @@ def own_pages(lengths, queries, table, window=None):
     )
 
     def of_device(pages):
-        own = SplitContext(AXIS, spec).own_pages(inputs._replace(key_pages=pages))
+        own = context.own_pages(inputs._replace(key_pages=pages), spec, AXIS)
         return own.kv_lens[None, :, 0], own.page_indices[None, :, 0]
 
     return jax.shard_map(of_device, mesh=MESH, in_specs=P(AXIS), out_specs=P(AXIS))(
@@ -275,7 +275,7 @@ def test_what_cannot_be_split_is_refused_in_one_sentence():
         run(*arrays, axis_name="sp", mesh=MESH)
     with pytest.raises(ValueError, match="axis 0 of key_cache must be split over 'context'"):
         run(*arrays, axis_name=AXIS, mesh=MESH, in_specs=(P(), P(), P()))
-    with pytest.raises(ValueError, match="axis_name 'context' splits 'p', and cannot split 'n' as"):
+    with pytest.raises(ValueError, match="mesh axis 'context' cannot split both 'n' and 'p'"):
         run(*arrays, axis_name=AXIS, mesh=MESH, in_specs=(P(None, None, AXIS), P(AXIS), P(AXIS)))
     with pytest.raises(ValueError, match="along 'p' over mesh axis context; axis_name= splits the"):
         run(*arrays, mesh=MESH, in_specs=(P(), P(AXIS), P(AXIS)))

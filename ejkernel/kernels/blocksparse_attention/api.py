@@ -13,7 +13,7 @@ from ejkernel.kernels.blocksparse_attention import OP
 from ejkernel.kernels.blocksparse_attention.config import BlockSparseAttentionConfig
 from ejkernel.kernels.blocksparse_attention.mask_rules import rule_of_blocks, rule_of_builder
 from ejkernel.kernels.blocksparse_attention.masks import Mask
-from ejkernel.kernels.blocksparse_attention.split_sequence import SplitInputs, SplitSequence
+from ejkernel.kernels.blocksparse_attention.split_sequence import SplitInputs
 from ejkernel.kernels.common.arguments import (
     Specs,
     as_array,
@@ -165,8 +165,7 @@ def blocksparse_attention(
         out = jnp.zeros((*query.shape[:3], value.shape[3]), query.dtype)
     else:
         given, returned = (_specs_sequence_first(x, layout) for x in (split.in_specs, out_specs))
-        program = None if split.name is None else SplitSequence(split.name)
-        request = Request(platform, cfg, split.mesh, given, returned, program=program)
+        request = Request(platform, cfg, split.mesh, given, returned, axis_name=split.name)
         out = executor.run(OP, inputs, spec, request).out
     return _swapped(out) if layout == "bhsd" else out
 

@@ -27,7 +27,6 @@ from ejkernel.kernels.native_sparse_attention.selection import select_blocks
 from ejkernel.kernels.native_sparse_attention.split_sequence import (
     SplitInputs,
     SplitSelectionInputs,
-    SplitSequence,
 )
 from ejkernel.ops import executor, split_axis
 from ejkernel.ops.executor import Request
@@ -198,8 +197,7 @@ def native_sparse_attention(
         raise ValueError(f"{_NAME}: g_swa needs sliding_window.")
     split = _split(axis_name, query, key, value, mesh, in_specs)
     cu_seqlens = _cumulative(cu_seqlens, query, split.whole(query.shape[1]))
-    program = None if split.name is None else SplitSequence(split.name)
-    request = Request(platform, cfg, split.mesh, split.in_specs, out_specs, program=program)
+    request = Request(platform, cfg, split.mesh, split.in_specs, out_specs, axis_name=split.name)
     shares = split.shards if split.given_shares else 1
     lists = _Lists(query.shape[0], query.shape[1], key.shape[2], spec.block_size, shares)
     if block_indices is None:
@@ -218,7 +216,7 @@ def native_sparse_attention(
     else:
         # Lists without an entry say what an entry of no block says.
         named = chosen if chosen.shape[-1] else jnp.full((*chosen.shape[:3], 1), -1, jnp.int32)
-        inputs = (Inputs if program is None else SplitInputs)(
+        inputs = (Inputs if split.name is None else SplitInputs)(
             query,
             key,
             value,
@@ -249,10 +247,10 @@ def _selected(
     by_group = query.reshape(*query.shape[:2], key.shape[2], group, query.shape[3])
     places = jnp.arange(count, dtype=jnp.int32)
     spec = dataclasses.replace(spec, sliding_window=None)
-    if request.program is not None:
+    if request.axis_name is not None:
         inputs = SplitSelectionInputs(by_group, key, places, cu_seqlens)
         specs = _without_heads(request.in_specs)
-        request = Request("xla", mesh=request.mesh, in_specs=specs, program=request.program)
+        request = Request("xla", mesh=request.mesh, in_specs=specs, axis_name=request.axis_name)
         return executor.run(SELECTION, inputs, spec, request).blocks
     inputs = SelectionInputs(by_group, key, places, cu_seqlens)
     # A mesh may split the query heads of a key head, which choose together.

@@ -5,17 +5,15 @@ gathered on every device, which attends from its own tokens; the gradients of ke
 summed in float32 and scattered back.
 """
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import jax
 from jax import lax
 from jaxtyping import Array, Float
 
 from ejkernel.kernels.common.gathering import gathered
-from ejkernel.kernels.native_sparse_attention.inputs import Inputs, SelectionInputs
-from ejkernel.ops.device_program import DeviceProgram
+from ejkernel.kernels.native_sparse_attention.inputs import Inputs, SelectionInputs, Spec
 
 _Inputs = TypeVar("_Inputs", bound=Inputs | SelectionInputs)
 
@@ -33,17 +31,10 @@ class SplitSelectionInputs(SelectionInputs):
     key: Float[Array, "b s k h"]
 
 
-@dataclasses.dataclass(frozen=True)
-class SplitSequence(DeviceProgram):
-    """A device's tokens with the keys of all devices, for the attention and for the selection."""
-
-    letters: ClassVar[frozenset[str]] = frozenset("ts")
-
-    def __call__(self, run: Callable[[_Inputs], Any], inputs: _Inputs) -> Any:
-        """The results of this device's tokens."""
-        start = lax.axis_index(self.axis_name) * inputs.query.shape[1]
-        changes: dict[str, jax.Array] = {"query_start": start}
-        changes["key"] = gathered(inputs.key, self.axis_name)
-        if isinstance(inputs, Inputs):
-            changes["value"] = gathered(inputs.value, self.axis_name)
-        return run(inputs._replace(**changes))
+def over_axis(run: Callable[[_Inputs], Any], inputs: _Inputs, spec: Spec, axis_name: str) -> Any:
+    """The results of this device's tokens, of the attention or of the selection."""
+    start = lax.axis_index(axis_name) * inputs.query.shape[1]
+    changes: dict[str, jax.Array] = {"query_start": start, "key": gathered(inputs.key, axis_name)}
+    if isinstance(inputs, Inputs):
+        changes["value"] = gathered(inputs.value, axis_name)
+    return run(inputs._replace(**changes))

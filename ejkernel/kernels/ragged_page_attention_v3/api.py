@@ -16,7 +16,6 @@ from ejkernel.kernels.common.paged.arguments import Cache, Options, Sequences
 from ejkernel.kernels.ragged_page_attention_v3 import OP
 from ejkernel.kernels.ragged_page_attention_v3.config import RaggedPageAttentionv3Config
 from ejkernel.kernels.ragged_page_attention_v3.inputs import APART, COMBINED, Outputs, Spec
-from ejkernel.kernels.ragged_page_attention_v3.split_context import SplitContext
 from ejkernel.ops import executor, split_axis
 from ejkernel.ops.executor import Request
 from ejkernel.ops.implementation import Op
@@ -281,12 +280,10 @@ def attend(
     if 0 in (query.size, cache.keys.size, cache.value_dim, sequences.page_indices.size):
         nothing = nothing_seen(query, cache)
         return nothing if request.finish is None else request.finish(nothing)
-    program = None
     if split.name is not None:
-        spec = dataclasses.replace(spec, float32_out=True)
-        program = SplitContext(split.name, spec)
+        spec = dataclasses.replace(spec, float32_out=True)  # of each device, before they are merged
     request = dataclasses.replace(
-        request, mesh=split.mesh, in_specs=split.in_specs, program=program
+        request, mesh=split.mesh, in_specs=split.in_specs, axis_name=split.name
     )
     return executor.run(op, inputs, spec, request)
 

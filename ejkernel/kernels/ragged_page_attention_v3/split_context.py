@@ -11,9 +11,7 @@ it holds. Under a window no page is left out, since the distances to older keys 
 a device follows the window.
 """
 
-import dataclasses
 from collections.abc import Callable
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -22,43 +20,37 @@ from jax.scipy.special import logsumexp
 
 from ejkernel.kernels.common.paged import cache_axes
 from ejkernel.kernels.ragged_page_attention_v3.inputs import Inputs, Outputs, Spec
-from ejkernel.ops.device_program import DeviceProgram
 
 
-@dataclasses.dataclass(frozen=True)
-class SplitContext(DeviceProgram):
-    """Attention over a cache whose pages are split; `spec` is that of the call."""
+def over_axis(
+    run: Callable[[Inputs], Outputs], inputs: Inputs, spec: Spec, axis_name: str
+) -> Outputs:
+    """The outputs of the whole cache from those of this device's pages, on every device."""
+    partial = run(own_pages(inputs, spec, axis_name)._replace(sinks=None))
+    out, lse = _merged(partial.out, partial.lse, axis_name)
+    if inputs.sinks is not None:
+        out = out * _per_row(_share_of_keys(lse, inputs.sinks))
+    return Outputs(out.astype(inputs.query.dtype), lse)
 
-    letters: ClassVar[frozenset[str]] = frozenset("p")
 
-    spec: Spec
-
-    def __call__(self, run: Callable[[Inputs], Outputs], inputs: Inputs) -> Outputs:
-        """The outputs of the whole cache from those of this device's pages, on every device."""
-        partial = run(self.own_pages(inputs)._replace(sinks=None))
-        out, lse = _merged(partial.out, partial.lse, self.axis_name)
-        if inputs.sinks is not None:
-            out = out * _per_row(_share_of_keys(lse, inputs.sinks))
-        return Outputs(out.astype(inputs.query.dtype), lse)
-
-    def own_pages(self, inputs: Inputs) -> Inputs:
-        """The call with this device's pages by their place in its share of the cache."""
-        axes = cache_axes(self.spec.kv_layout, combined=inputs.value_pages is None)
-        pages, slots = (inputs.key_pages.shape[axes.index(letter)] for letter in "pc")
-        own = jnp.asarray(inputs.page_indices) - lax.axis_index(self.axis_name) * pages
-        here = (own >= 0) & (own < pages)
-        table = jnp.where(here, own, -1)
-        if self.spec.sliding_window is not None or inputs.traced_window is not None:
-            return inputs._replace(page_indices=table)
-        entries = table.shape[-1]
-        lens = jnp.clip(inputs.query_lens, 1, inputs.query.shape[1])
-        kv_lens = jnp.minimum(inputs.kv_lens, entries * slots)
-        ends = (jnp.arange(entries, dtype=jnp.int32) + 1) * slots
-        seen_whole = ends <= (kv_lens - lens + 1)[..., None]  # by the first query, and so by all
-        elsewhere = seen_whole & ~here
-        _, table = lax.sort((elsewhere.astype(jnp.int32), table), num_keys=1, is_stable=True)
-        kv_lens -= slots * elsewhere.sum(-1, dtype=jnp.int32)
-        return inputs._replace(page_indices=table, kv_lens=kv_lens)
+def own_pages(inputs: Inputs, spec: Spec, axis_name: str) -> Inputs:
+    """The call with this device's pages by their place in its share of the cache."""
+    axes = cache_axes(spec.kv_layout, combined=inputs.value_pages is None)
+    pages, slots = (inputs.key_pages.shape[axes.index(letter)] for letter in "pc")
+    own = jnp.asarray(inputs.page_indices) - lax.axis_index(axis_name) * pages
+    here = (own >= 0) & (own < pages)
+    table = jnp.where(here, own, -1)
+    if spec.sliding_window is not None or inputs.traced_window is not None:
+        return inputs._replace(page_indices=table)
+    entries = table.shape[-1]
+    lens = jnp.clip(inputs.query_lens, 1, inputs.query.shape[1])
+    kv_lens = jnp.minimum(inputs.kv_lens, entries * slots)
+    ends = (jnp.arange(entries, dtype=jnp.int32) + 1) * slots
+    seen_whole = ends <= (kv_lens - lens + 1)[..., None]  # by the first query, and so by all
+    elsewhere = seen_whole & ~here
+    _, table = lax.sort((elsewhere.astype(jnp.int32), table), num_keys=1, is_stable=True)
+    kv_lens -= slots * elsewhere.sum(-1, dtype=jnp.int32)
+    return inputs._replace(page_indices=table, kv_lens=kv_lens)
 
 
 def _merged(out: jax.Array, lse: jax.Array, axis_name: str) -> tuple[jax.Array, jax.Array]:
