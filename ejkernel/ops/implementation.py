@@ -201,6 +201,9 @@ class Op:
         backward_follows_forward: whether the backward pass runs on the platform and with the
             parameters of the forward pass, instead of a choice of its own.
         shardable: letters of the axes that a mesh may split.
+        sequence: letters of the axes that `axis_name=` splits.
+        over_axis: `over_axis(run, inputs, spec, axis_name)` gives the outputs of one device, which
+            has its shares of these axes; `run(inputs)` is a call on one device.
         unsplittable: `unsplittable(inputs)` gives those of them that this call cannot split.
         share: `share(inputs, starts)` gives the inputs of one device, which knows by letter the
             index at which its share begins.
@@ -231,6 +234,8 @@ class Op:
     differentiable_by_jax: bool = False
     backward_follows_forward: bool = False
     shardable: frozenset[str] = frozenset()
+    sequence: frozenset[str] = frozenset()
+    over_axis: Callable[[Callable[[Any], Any], Any, Any, str], Any] | None = None
     unsplittable: Callable[[Any], frozenset[str]] = _all_splittable
     share: Callable[[Any, Mapping[str, Any]], Any] = _same_inputs
     contracted: frozenset[str] = frozenset()

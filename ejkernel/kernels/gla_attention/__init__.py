@@ -2,6 +2,7 @@
 
 from ejkernel.kernels.gla_attention.config import GLAttentionConfig
 from ejkernel.kernels.gla_attention.inputs import Outputs, sample
+from ejkernel.kernels.gla_attention.split_sequence import over_axis
 from ejkernel.ops.implementation import Op, Source
 from ejkernel.ops.platform import Backend, Platform
 
@@ -17,6 +18,8 @@ OP = Op(
     ],
     operands=("query", "key", "value", "gate"),
     shardable=frozenset("bnk"),
+    sequence=frozenset("s"),
+    over_axis=over_axis,
     bucketed=frozenset("bs"),
     grouped_axes={"k": "n"},
     sharding_hints={"s": "; axis_name= splits the sequence"},

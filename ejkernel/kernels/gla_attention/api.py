@@ -22,7 +22,6 @@ from ejkernel.kernels.common.arguments import (
 from ejkernel.kernels.gla_attention import OP
 from ejkernel.kernels.gla_attention.config import GLAttentionConfig
 from ejkernel.kernels.gla_attention.inputs import Inputs, Spec
-from ejkernel.kernels.gla_attention.split_sequence import SplitSequence
 from ejkernel.ops import executor, split_axis
 from ejkernel.ops.executor import Request
 from ejkernel.ops.implementation import Op
@@ -151,10 +150,8 @@ def gla_attention(
         query,
         key,
         value,
-        Recurrence(
-            gate, g_gamma, None, initial_state, cu_seqlens, softmax_scale, reverse, axis_name
-        ),
-        Request(platform, cfg, mesh, in_specs, out_specs),
+        Recurrence(gate, g_gamma, None, initial_state, cu_seqlens, softmax_scale, reverse),
+        Request(platform, cfg, mesh, in_specs, out_specs, axis_name=axis_name),
     )
     return (out, state()) if return_state else out
 
@@ -170,7 +167,6 @@ class Recurrence:
     cu_seqlens: Any = None
     softmax_scale: Any = None
     reverse: bool = False
-    axis_name: Any = None
     state_name: str = "initial_state"
 
 
@@ -188,10 +184,10 @@ def recur(
     request = _canonical(request, recurrence.cu_seqlens is not None, bare)
     split = split_axis.resolve(
         name,
-        recurrence.axis_name,
+        request.axis_name,
         arrays={"query": query, "key": key, "value": value},
         lengths={"tokens": query.shape[1]},
-        specs=(PartitionSpec(None, recurrence.axis_name),) * 3,
+        specs=(PartitionSpec(None, request.axis_name),) * 3,
         mesh=request.mesh,
         in_specs=request.in_specs,
     )
@@ -205,9 +201,8 @@ def recur(
     if 0 in (*query.shape, value.shape[3]):
         out, state = _nothing(inputs)
     else:
-        program = None if split.name is None else SplitSequence(split.name, spec)
         request = dataclasses.replace(
-            request, mesh=split.mesh, in_specs=split.in_specs, program=program
+            request, mesh=split.mesh, in_specs=split.in_specs, axis_name=split.name
         )
         out, state = executor.run(op, inputs, spec, request)
     sequences = () if bare and recurrence.cu_seqlens is None else (-1,)

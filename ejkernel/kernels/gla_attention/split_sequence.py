@@ -16,11 +16,10 @@ the shard, and `S` begins with its initial state if it begins inside.
 Exponents are sums of neighbouring decays, as in `chunk_recurrence`, and the fold is in float32.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,26 +28,13 @@ from jax import lax
 from ejkernel.kernels.common import carry as carries
 from ejkernel.kernels.common.precision import matmul
 from ejkernel.kernels.gla_attention.inputs import Inputs, Outputs, Spec
-from ejkernel.ops.device_program import DeviceProgram
 from ejkernel.ops.meshes import varying_axes
 
 
-@dataclasses.dataclass(frozen=True)
-class SplitSequence(DeviceProgram):
-    """The call on a device's shard."""
-
-    letters: ClassVar[frozenset[str]] = frozenset("s")
-
-    spec: Spec
-
-    def __call__(self, run: Callable[[Inputs], Outputs], inputs: Inputs) -> Outputs:
-        """The outputs of this device's tokens, and the states after all tokens."""
-        return _on_shard(run, inputs, self.spec, self.axis_name)
-
-
-def _on_shard(
+def over_axis(
     run: Callable[[Inputs], Outputs], inputs: Inputs, spec: Spec, axis_name: str
 ) -> Outputs:
+    """The call on this device's shard; `run` computes a call on one device."""
     if inputs.initial_state is not None:
         dtype = jnp.promote_types(inputs.query.dtype, jnp.float32)
         inputs = inputs._replace(initial_state=inputs.initial_state.astype(dtype))

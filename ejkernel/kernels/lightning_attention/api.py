@@ -170,9 +170,8 @@ def lightning_attention(
             cu_seqlens=cu_seqlens,
             softmax_scale=softmax_scale,
             reverse=reverse,
-            axis_name=axis_name,
         ),
-        Request(platform, cfg, mesh, in_specs, out_specs),
+        Request(platform, cfg, mesh, in_specs, out_specs, axis_name=axis_name),
     )
     return (out, state()) if return_state else out
 

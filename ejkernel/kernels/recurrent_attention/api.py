@@ -90,10 +90,8 @@ def recurrent_attention(
         query,
         key,
         value,
-        Recurrence(
-            gate, g_gamma, gv, state, cu_seqlens, softmax_scale, reverse, axis_name, "state"
-        ),
-        Request(platform, cfg, mesh, in_specs, out_specs),
+        Recurrence(gate, g_gamma, gv, state, cu_seqlens, softmax_scale, reverse, "state"),
+        Request(platform, cfg, mesh, in_specs, out_specs, axis_name=axis_name),
     )
     return out, after()
 
