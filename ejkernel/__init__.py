@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from ejkernel import integrations as integrations
     from ejkernel import modules as modules
     from ejkernel import ops as ops
+    from ejkernel import parallel as parallel
     from ejkernel import settings as settings
     from ejkernel import types as types
     from ejkernel.integrations.jax_nn import dot_product_attention as dot_product_attention
@@ -56,6 +57,7 @@ __all__ = [
     "native_sparse_attention",
     "ops",
     "page_attention",
+    "parallel",
     "ragged_page_attention_v2",
     "ragged_page_attention_v3",
     "ragged_page_attention_v3_update",
@@ -66,7 +68,7 @@ __all__ = [
     "types",
 ]
 
-_MODULES = frozenset({"errors", "integrations", "modules", "ops", "settings", "types"})
+_MODULES = frozenset({"errors", "integrations", "modules", "ops", "parallel", "settings", "types"})
 _HOMES = {  # of the names that are not operations
     "Backend": "ejkernel.ops",
     "MaskInfo": "ejkernel.types",

@@ -9,5 +9,9 @@ class CacheWarning(UserWarning):
     """A cache file could not be read or written; the call went on without it."""
 
 
+class PerformanceWarning(UserWarning):
+    """A call runs on a slower implementation than a small change of the program would allow."""
+
+
 class TuningWarning(UserWarning):
     """A candidate configuration failed or disagreed and was dropped."""

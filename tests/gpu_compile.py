@@ -116,19 +116,7 @@ def compile_all(module: str, names: list[str], timeout: float = 600) -> dict[str
     Raises:
         AssertionError: a program does not compile; the end of the error is its message.
     """
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "MOSAIC_GPU_DUMP_PTXAS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), *filter(None, sys.path)]),
-    }
-    done = subprocess.run(
-        [sys.executable, __file__, module, *names],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+    done = in_a_process(__file__, module, *names, timeout=timeout, MOSAIC_GPU_DUMP_PTXAS="1")
     parts = done.stdout.split(_MARK)[1:]
     reports = {part.partition("\n")[0]: Report(part.partition("\n")[2]) for part in parts}
     missing = [name for name in names if name not in reports]
@@ -137,15 +125,45 @@ def compile_all(module: str, names: list[str], timeout: float = 600) -> dict[str
     return reports
 
 
-@functools.cache
-def mesh():
-    """A mesh of one H200 that is not present."""
+def in_a_process(
+    program: str, *arguments: str, timeout: float, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """A Python file run with these arguments, which finds the package and the tests."""
+    paths = [str(ROOT), str(ROOT / "tests"), *filter(None, sys.path)]
+    everything = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(paths), **environment}
+    return subprocess.run(
+        [sys.executable, program, *arguments],
+        env={**os.environ, **everything},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def use_the_assembler() -> None:
+    """Let Mosaic GPU find the assembler; to be called before anything is compiled."""
+    # After the import of Mosaic GPU, which sets it to a guess.
+    importlib.import_module("jax.experimental.mosaic.gpu")
+    os.environ["MOSAIC_GPU_CUDA_ROOT"] = os.environ["CUDA_ROOT"] = str(_cuda_root())
+
+
+def devices(count: int) -> list:
+    """So many H200 that are not present."""
     from jax.experimental import topologies
 
     described = topologies.get_topology_desc(
-        platform="cuda", topology_name="", target_config=H200, topology="1x1x1"
+        platform="cuda", topology_name="", target_config=H200, topology=f"1x1x{count}"
     )
-    return topologies.make_mesh(described, (1,), ("device",))
+    return described.devices
+
+
+@functools.cache
+def mesh():
+    """A mesh of one H200 that is not present."""
+    import jax
+    import numpy as np
+
+    return jax.sharding.Mesh(np.array(devices(1)), ("device",))
 
 
 def on_the_device(tree):
@@ -161,9 +179,7 @@ def _main(module: str, *names: str) -> None:
     import jax
 
     programs = importlib.import_module(module).PROGRAMS
-    # After the import of Mosaic GPU, which sets it to a guess.
-    importlib.import_module("jax.experimental.mosaic.gpu")
-    os.environ["MOSAIC_GPU_CUDA_ROOT"] = os.environ["CUDA_ROOT"] = str(_cuda_root())
+    use_the_assembler()
     for name in names:
         function, *arguments = programs[name]()
         # The assembler's report comes first, from below Python; the mark must follow it.

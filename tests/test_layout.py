@@ -33,6 +33,7 @@ LAYERS = (
     "ops",
     "kernels",
     "modules",
+    "parallel",
     "integrations",
     "cli",
 )
@@ -99,6 +100,8 @@ def test_every_folder_is_a_layer():
         ("ops/executor.py", "from ejkernel import kernel_registry", True),
         ("ops/executor.py", "def f():\n    import ejkernel.kernels.flash_attention.api", True),
         ("modules/__init__.py", "from ejkernel.integrations import jax_nn", True),
+        ("modules/__init__.py", "from ejkernel.parallel import dispatch", True),
+        ("parallel/experts.py", "from ejkernel.modules import grouped_matmul", False),
         ("__init__.py", "from ejkernel.cli import app", True),
         ("__init__.py", "from ejkernel.modules import flash_attention", False),
         ("ops/executor.py", "from ejkernel import settings", False),

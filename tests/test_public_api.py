@@ -29,7 +29,15 @@ TOP_LEVEL = {
     "dot_product_attention",
     "kernel_registry",
 }
-TOP_LEVEL_MODULES = {"errors", "integrations", "modules", "ops", "settings", "types"}
+TOP_LEVEL_MODULES = {
+    "errors",
+    "integrations",
+    "modules",
+    "ops",
+    "parallel",
+    "settings",
+    "types",
+}
 TYPES = {"MaskInfo", "get_debug_mode", "set_debug_mode"}
 OPS_SURFACE = {
     "AutotunePolicy",
@@ -49,6 +57,7 @@ OPS_SURFACE = {
     "policy_override",
     "record_invocations",
 }
+PARALLEL = {"Dispatched", "ExpertPlan", "combine", "dispatch"}
 MASK_HELPERS = {
     "attention_mask_to_qkv_cu_seqlens",
     "cu_seqlens_to_mask",
@@ -79,7 +88,7 @@ SIGNATURES = {
         3,
         "query, key, value, softmax_aux, bias, *, block_mask, block_size=64, layout='bshd', "
         "mask_info, attention_mask, mask_builder, causal, sliding_window, chunk_size, "
-        "softmax_scale, logits_soft_cap",
+        "softmax_scale, logits_soft_cap, axis_name",
     ),
     "flash_attention": ("FlashAttention", 3, SOFTMAX_ATTENTION),
     "gla_attention": (
@@ -105,12 +114,12 @@ SIGNATURES = {
         "NativeSparseAttention",
         3,
         "query, key, value, g_cmp, g_slc, g_swa, block_indices, block_counts=16, cu_seqlens, *, "
-        "block_size=64, sliding_window, softmax_scale, return_block_indices",
+        "block_size=64, sliding_window, softmax_scale, return_block_indices, axis_name",
     ),
     "page_attention": (
         "PageAttention",
         5,
-        f"query, key_cache, value_cache, context_lens, block_tables, *, {PAGED_OPTIONS}",
+        f"query, key_cache, value_cache, context_lens, block_tables, *, {PAGED_OPTIONS}, axis_name",
     ),
     "ragged_page_attention_v2": (
         "RaggedPageAttentionv2",
@@ -122,7 +131,7 @@ SIGNATURES = {
         "RaggedPageAttentionv3",
         6,
         "query, key_pages, value_pages, cu_seqlens_q, cu_seqlens_k, page_indices, *, "
-        f"{PAGED_OPTIONS}",
+        f"{PAGED_OPTIONS}, axis_name",
     ),
     "ragged_page_attention_v3_update": (
         "RaggedPageAttentionv3Update",
@@ -218,6 +227,7 @@ def test_the_docstring_of_an_operation_names_its_parameters_and_shows_a_call(op)
     [
         ("ejkernel", TOP_LEVEL),
         ("ejkernel.ops", OPS_SURFACE),
+        ("ejkernel.parallel", PARALLEL),
         ("ejkernel.types", TYPES),
         ("ejkernel.types.mask", MASK_HELPERS),
     ],

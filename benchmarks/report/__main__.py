@@ -5,11 +5,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.report import demo, limits, matrix, plot, results, speed, targets
+from benchmarks.report import demo, limits, matrix, plot, results, scale, speed, targets
 from ejkernel.cli.demo_calls import BASELINES
 
 README = results.ROOT / "README.md"
 BENCHMARKS = results.ROOT / "docs" / "benchmarks.md"
+SCALE = results.ROOT / "docs" / "scale.md"
 IMAGES = results.ROOT / "docs" / "images"
 
 _CHARTS: dict[str, tuple[str, Callable[[], list[speed.Comparison]]]] = {
@@ -75,6 +76,12 @@ _SECTIONS: dict[Path, dict[str, Callable[[], str]]] = {
         "demo": lambda: _measured("demo", demo.table),
         "evidence": lambda: f"{matrix.sources()}\n\n{matrix.details()}",
     },
+    SCALE: {
+        "rates": scale.rates,
+        "times": scale.times,
+        "layers": scale.whole_model,
+        "choices": scale.choices,
+    },
 }
 
 
@@ -96,6 +103,8 @@ def generated() -> dict[Path, str]:
     for name, (title, rows) in _CHARTS.items():
         for theme in plot.THEMES:
             files[IMAGES / f"{name}-{theme}.svg"] = plot.chart(title, rows(), theme)
+    for theme in plot.THEMES:
+        files[IMAGES / f"scale-{theme}.svg"] = scale.chart(theme)
     return files
 
 

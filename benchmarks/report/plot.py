@@ -91,6 +91,61 @@ def _row(one: Comparison, y: float, colours: _Colours) -> list[str]:
     return lines
 
 
+# A panel: its name, and groups of bars, each with a label; a bar has no share where it has none.
+Bars = list[tuple[str, float | None]]
+Panel = tuple[str, list[tuple[str, Bars]]]
+_PANEL, _GAP, _THIN = 248, 24, 13  # width of a panel, between panels, from bar to bar
+_INKS: dict[Theme, tuple[str, ...]] = {
+    "light": ("#b6bfc8", "#0969da", "#8250df", "#1a7f37", "#bf8700"),
+    "dark": ("#6e7681", "#316dca", "#8957e5", "#2ea043", "#d29922"),
+}
+
+
+def shares(title: str, panels: list[Panel], theme: Theme) -> str:
+    """Panels of bars from 0 to 100 %, one colour for each name of a bar."""
+    colours = _COLOURS[theme]
+    names = [name for name, _ in panels[0][1][0][1]]
+    inks = dict(zip(names, _INKS[theme], strict=True))
+    body = [_text(0, 18, title, colours.text, 16, font_weight="600")]
+    for i, name in enumerate(names):
+        body.append(_thin(150 * i, 33, 12, inks[name]))
+        body.append(_text(150 * i + 18, 42, name, colours.text, 12))
+    bottom = 0.0
+    for i, (name, groups) in enumerate(panels):
+        left = i * (_PANEL + _GAP)
+        body.append(_text(left, 68, name, colours.text, 13, font_weight="600"))
+        y = 78.0
+        for label, bars in groups:
+            body.append(_text(left, y + 14, label, colours.muted, 11))
+            body.append(f'<path d="M{left} {y + 18:g}h{_PANEL - 40}" stroke="{colours.grid}"/>')
+            for j, (form, share) in enumerate(bars):
+                body += _share(left, y + 21 + _THIN * j, share, inks[form], colours)
+            y += 28 + _THIN * len(bars)
+        bottom = max(bottom, y)
+    said = "; ".join(
+        f"{panel}, {label}, {form}: {'too large' if share is None else f'{share:.0%}'}"
+        for panel, groups in panels
+        for label, bars in groups
+        for form, share in bars
+    )
+    return _document(title, said, body, bottom + 8)
+
+
+def _thin(x: float, y: float, width: float, colour: str) -> str:
+    height = _THIN - 3
+    return f'<rect x="{x:g}" y="{y:g}" width="{width:.1f}" height="{height}" fill="{colour}"/>'
+
+
+def _share(x: float, y: float, share: float | None, ink: str, colours: _Colours) -> list[str]:
+    """A bar with its share behind it."""
+    width = (_PANEL - 40) * (share or 0)
+    words = "too large" if share is None else f"{share:.0%}" if share >= 0.01 else "<1%"
+    return [
+        _thin(x, y, width, ink),
+        _text(x + width + 4, y + _THIN - 4, words, colours.muted, 10),
+    ]
+
+
 def chart(title: str, rows: list[Comparison], theme: Theme) -> str:
     """A chart of TFLOP/s, ours against the best peer of every call."""
     colours = _COLOURS[theme]
@@ -108,10 +163,14 @@ def chart(title: str, rows: list[Comparison], theme: Theme) -> str:
     for i, one in enumerate(rows):
         body += _row(one, _TOP + _ROW * i, colours)
     said = "; ".join(f"{one.operation} {one.what}, {one.call}: {one.ours:.0f}" for one in rows)
+    return _document(title, said, body, height)
+
+
+def _document(title: str, said: str, body: list[str], height: float) -> str:
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-8 0 {_WIDTH + 16} {height}" '
-            f'width="{_WIDTH + 16}" height="{height}" role="img" font-family="{_FONT}">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-8 0 {_WIDTH + 16} {height:g}" '
+            f'width="{_WIDTH + 16}" height="{height:g}" role="img" font-family="{_FONT}">',
             f"<title>{escape(title)}</title>",
             f"<desc>{escape(said)}</desc>",
             *body,

@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import importlib.util
-import multiprocessing
 import os
 import signal
 import sys
@@ -19,16 +18,19 @@ class _InterruptedError(BaseException):
 
 def main() -> None:
     """Run the command line; a missing package or Ctrl-C is one line, not a traceback."""
+    # While modules are imported there is nothing to clean up, and extension modules may crash when
+    # an exception comes from outside.
+    signal.signal(signal.SIGINT, _end)
     missing = [name for name in ("typer", "rich") if importlib.util.find_spec(name) is None]
     if missing:
         sys.exit(
             f"ejkernel: the command line needs {' and '.join(missing)}: "
             "pip install 'ejkernel[cli]'."
         )
+    from ejkernel.cli.app import app
+
     signal.signal(signal.SIGINT, _interrupt)
     with contextlib.suppress(_InterruptedError):
-        from ejkernel.cli.app import app
-
         app()  # ends with SystemExit
     gc.collect()  # what the interrupted frames held: locks, which would be reported as leaked
     _end()
@@ -44,7 +46,8 @@ def _interrupt(*signal_and_frame: object) -> NoReturn:
 
 
 def _end(*signal_and_frame: object) -> NoReturn:
-    for child in multiprocessing.active_children():
+    multiprocessing = sys.modules.get("multiprocessing")
+    for child in multiprocessing.active_children() if multiprocessing else ():
         child.kill()
     show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""
     print(f"{show_cursor}ejkernel: interrupted.", file=sys.stderr, flush=True)

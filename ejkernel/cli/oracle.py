@@ -10,7 +10,6 @@ numbers that cancel, one of them from the stored output.
 """
 
 import contextlib
-import functools
 import importlib
 import itertools
 from collections.abc import Callable
@@ -81,15 +80,13 @@ class Truth:
             error = distance(got, exact) / size if got.shape == exact.shape else float("inf")
             unavoidable = 0.0
             # The error that rounding makes of a few numbers can be small by luck: look again.
-            causes: list[Callable[[int, DTypeLike, int], float]] = [
-                functools.partial(self._rounding, part)
-            ]
-            if part and self._stored_residuals:
-                causes.append(self._storing)
-            for cause, seed in itertools.product(causes, _SEEDS):
+            for stored, seed in itertools.product((False, True), _SEEDS):
                 if error <= 2 * unavoidable + floor:
                     break
-                unavoidable = max(unavoidable, cause(i, dtype, seed))
+                if not stored:
+                    unavoidable = max(unavoidable, self._rounding(part, i, dtype, seed))
+                elif part and self._stored_residuals:
+                    unavoidable = max(unavoidable, self._storing(i, dtype, seed))
             found.append(Deviation(error, 2 * unavoidable + floor))
         return found
 

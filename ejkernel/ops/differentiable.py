@@ -51,6 +51,7 @@ class Rule(NamedTuple):
         passes: the passes of the call.
         anew: those of a call of other shapes, or on another device than expected.
         xla: the passes that forward mode differentiates; raises where there are none.
+        partitionable: the passes that XLA itself can split over devices; raises likewise.
         device: the device that `passes` were chosen for; None: they run anywhere.
     """
 
@@ -58,12 +59,13 @@ class Rule(NamedTuple):
     passes: Passes
     anew: Callable[[Device | None], Passes]
     xla: Callable[[], Passes]
+    partitionable: Callable[[], Passes]
     device: Device | None = None
 
     @classmethod
     def of(cls, op: Op, passes: Passes) -> "Rule":
         """A rule whose passes are XLA's, or stand for them."""
-        return cls(op, passes, lambda device: passes, lambda: passes)
+        return cls(op, passes, lambda device: passes, lambda: passes, lambda: passes)
 
 
 def apply(rule: Rule, inputs: CallInputs) -> PyTree:
@@ -79,6 +81,7 @@ def _stage(rule: Rule, name: str, **rules: Any) -> Stage:
         op=rule.op,
         run=getattr(rule.passes, name),
         anew=lambda device: getattr(rule.anew(device), name),
+        partitionable=lambda: getattr(rule.partitionable(), name),
         device=rule.device,
         **rules,
     )
@@ -86,7 +89,8 @@ def _stage(rule: Rule, name: str, **rules: Any) -> Stage:
 
 def _by_xla(rule: Rule, run: Callable[..., PyTree], **rules: Any) -> Stage:
     """A derivative of the passes of XLA."""
-    return Stage(op=rule.op, run=run, anew=lambda device: run, device=None, **rules)
+    again = {"anew": lambda device: run, "partitionable": lambda: run}
+    return Stage(op=rule.op, run=run, device=None, **again, **rules)
 
 
 def _value(rule: Rule) -> Stage:

@@ -4,6 +4,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, ParamSpec, TypeAlias, TypeVar, overload
 
@@ -11,7 +12,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
-from ejkernel.errors import UnsupportedError
+from ejkernel.errors import PerformanceWarning, UnsupportedError
 from ejkernel.ops import differentiable, recording, sharded, symbolic
 from ejkernel.ops.cache import ConfigCache
 from ejkernel.ops.config import Config
@@ -206,6 +207,9 @@ class Executor:
             passes=self._passes(op, spec, request, device, choice),
             anew=functools.partial(self._anew, op, spec, request, device),
             xla=functools.partial(self._xla_passes, op, spec, request, device),
+            partitionable=functools.partial(
+                self._partitionable_passes, op, spec, request, device, choice
+            ),
             device=None if _wanted_platform(request) == Platform.XLA else device,
         )
         return differentiable.apply(rule, inputs)
@@ -274,6 +278,29 @@ class Executor:
                 f"{op.name}: platform={platform!r} has no forward-mode derivative (jvp, jacfwd, "
                 "hessian); platform='auto' and platform='xla' have."
             )
+        request = dataclasses.replace(request, platform=Platform.XLA.value)
+        return self._passes(op, spec, request, device, None)
+
+    def _partitionable_passes(
+        self, op: Op, spec: CallSpec, request: Request, device: Device, choice: Choice
+    ) -> differentiable.Passes:
+        """The passes that XLA can split over automatic axes where it cannot split kernels."""
+        advice = (
+            "Shard over explicit axes (jax.set_mesh), pass mesh= and in_specs=, or call inside "
+            "jax.shard_map."
+        )
+        platform = _wanted_platform(request)
+        if platform not in (None, "auto", Platform.XLA):
+            raise UnsupportedError(
+                f"{op.name}: XLA for TPUs cannot partition kernels over automatic mesh axes, so "
+                f"that platform={platform!r} is not available here. {advice}"
+            )
+        if choice.source.platform != Platform.XLA:
+            message = (
+                f"{op.name}: XLA for TPUs cannot partition kernels over automatic mesh axes; plain "
+                f"XLA operations are used instead. {advice}"
+            )
+            warnings.warn(message, PerformanceWarning, stacklevel=2)
         request = dataclasses.replace(request, platform=Platform.XLA.value)
         return self._passes(op, spec, request, device, None)
 

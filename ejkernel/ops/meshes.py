@@ -31,6 +31,13 @@ def varying_axes(x: ArrayLike | AbstractValue) -> frozenset[str]:
     return getattr(getattr(kind, "manual_axis_type", None), "varying", frozenset())
 
 
+def vary_as(x: jax.Array, *operands: object) -> jax.Array:
+    """`x`, varying over every mapped mesh axis over which one of the operands' arrays varies."""
+    over = [varying_axes(leaf) for leaf in jax.tree.leaves(operands)]
+    missing = frozenset[str]().union(*over) - varying_axes(x)
+    return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+
 def result_shape(
     shape: tuple[int, ...], dtype: DTypeLike, *operands: ArrayLike
 ) -> jax.ShapeDtypeStruct:

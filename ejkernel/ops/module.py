@@ -3,8 +3,12 @@
 import difflib
 import functools
 import inspect
+import reprlib
 from collections.abc import Callable
-from typing import Any, ClassVar, Generic, TypeVar, cast
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, cast
+
+import numpy as np
+from jax.sharding import PartitionSpec
 
 from ejkernel.ops.config import Config
 from ejkernel.ops.eager import NOT_COMPILED, EagerPrograms
@@ -68,22 +72,47 @@ NAMES_ELSEWHERE = {
 
 
 def operation(function: Function) -> Function:
-    """Decorator of a public function: for an unknown keyword the error names the nearest argument.
+    """Decorator of a public function: checks of the keywords that all operations have.
 
-    Signature, docstring and source remain those of the function.
+    For an unknown keyword the error names the nearest argument. Signature, docstring and source
+    remain those of the function.
     """
-    names = list(inspect.signature(function).parameters)
+    parameters = inspect.signature(function).parameters
+    kinds = {name: _kind(x) for name, x in parameters.items()}
     eager = EagerPrograms(function)
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        for name in kwargs:
-            if name not in names:
-                raise TypeError(_unknown_argument(function.__name__, name, names))
+        for name, x in kwargs.items():
+            if name not in kinds:
+                raise TypeError(_unknown_argument(function.__name__, name, list(kinds)))
+            kind = kinds[name]
+            if kind is not None and not isinstance(x, kind.types):
+                shown = reprlib.repr(x).replace("\n", " ")
+                raise ValueError(f"{function.__name__}: {name} must be {kind.words}, got {shown}.")
         result = eager(args, kwargs)
         return function(*args, **kwargs) if result is NOT_COMPILED else result
 
     return cast(Function, checked)
+
+
+class _Kind(NamedTuple):
+    """What an argument may be that every operation takes the same way."""
+
+    types: tuple[type, ...]
+    words: str
+
+
+_FLAG = _Kind((bool, np.bool_), "True or False")
+_COMMON = {
+    "platform": _Kind((str, type(None)), "the name of a platform"),
+    "in_specs": _Kind((tuple, list, PartitionSpec, type(None)), "partition specs"),
+    "out_specs": _Kind((tuple, list, PartitionSpec, type(None)), "partition specs"),
+}
+
+
+def _kind(parameter: inspect.Parameter) -> _Kind | None:
+    return _FLAG if isinstance(parameter.default, bool) else _COMMON.get(parameter.name)
 
 
 def _unknown_argument(function: str, name: str, names: list[str]) -> str:

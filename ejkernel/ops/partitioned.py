@@ -9,7 +9,8 @@ the implementation that is best for its share.
     splits      letters of `Op.shardable`, each over the mesh axes that its first operand has it on
     results     split as their letters; what lacks a split letter is summed over its devices
 
-On one device, and inside a `shard_map` over all axes, a call needs no rule.
+On one device, and inside a `shard_map` over all axes, a call needs no rule. TPUs have no such
+rules: there XLA splits its own operations as it can, and a call that names kernels is refused.
 """
 
 import contextvars
@@ -28,6 +29,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ejkernel.ops.implementation import Op
 from ejkernel.ops.picked import Picked, picked_heads
+
+# The compilers that know no rule but their own: libtpu has no `custom_partitioning`.
+WITHOUT_RULES = frozenset({"tpu"})
 
 Letters = tuple[str, ...]
 MeshAxes = tuple[str, ...]

@@ -36,9 +36,14 @@ from ejkernel.ops.keys import short_hash
 _FORMAT = "ejkernel tuned configurations"
 _SCHEMA = 1
 _LOCK_SECONDS = 10.0
+_DEEPEST = 32  # levels of a file: the table has five, a configuration few
 
 Key = tuple[str, str, str]  # device fingerprint, op@version, call key
 _Entries = dict[Key, Any]  # configurations as JSON holds them
+
+
+class _NewerSchemaError(OSError, ValueError):
+    """The file is one of ours, of a later version: nothing may be moved or overwritten."""
 
 
 class PersistentCache:
@@ -46,8 +51,8 @@ class PersistentCache:
 
     Nothing is created before the first write. A write merges with what others have written and
     replaces the file as a whole, under a lock. A file that cannot be understood is set aside under
-    another name; where nothing can be written, entries stay in memory until it works again. Both
-    are a `CacheWarning`, never an error.
+    another name; where nothing can be written, or a later version of the package has written the
+    file, entries stay in memory until it works again. All are a `CacheWarning`, never an error.
 
     Args:
         opname: The op, which names the file.
@@ -245,6 +250,8 @@ class _SharedFile:
                 self._known = read_table(self.path) if signature else {}
             except FileNotFoundError:
                 self._known = {}
+            except _NewerSchemaError:
+                raise
             except ValueError:
                 with self._locked():
                     self._known = self._read_or_set_aside()
@@ -255,6 +262,8 @@ class _SharedFile:
             return read_table(self.path)
         except FileNotFoundError:
             return {}
+        except _NewerSchemaError:
+            raise
         except ValueError as error:
             aside = next(
                 path
@@ -326,8 +335,15 @@ def _parsed(text: str) -> _Entries:
         raise ValueError("it is nested too deeply") from None
     if not isinstance(table, dict) or table.get("format") != _FORMAT:
         raise ValueError(f"its format is not {_FORMAT!r}")
-    if table.get("schema") != _SCHEMA:
-        raise ValueError(f"its schema is {table.get('schema')!r}, not {_SCHEMA}")
+    if _is_deep(table):
+        raise ValueError("it is nested too deeply")
+    schema = table.get("schema")
+    if type(schema) is int and schema > _SCHEMA:
+        raise _NewerSchemaError(
+            f"it has schema {schema} of a later version, this one reads {_SCHEMA}"
+        )
+    if schema != _SCHEMA:
+        raise ValueError(f"its schema is {schema!r}, not {_SCHEMA}")
     try:
         return {
             (device, op, call): value
@@ -337,6 +353,17 @@ def _parsed(text: str) -> _Entries:
         }
     except (AttributeError, KeyError):
         raise ValueError("it does not go by device, op and call") from None
+
+
+def _is_deep(tree: Any) -> bool:
+    """Whether JSON values are nested so deeply that reading them recursively may fail."""
+    level: list[Any] = [tree]
+    for _ in range(_DEEPEST):
+        inner = (x.values() if isinstance(x, dict) else x for x in level)
+        level = [x for values in inner for x in values if isinstance(x, dict | list)]
+        if not level:
+            return False
+    return True
 
 
 def _write(path: Path, entries: _Entries) -> None:

@@ -48,6 +48,7 @@ class Stage:
         run: the function.
         anew: the function for arrays of other shapes or for another device, with a choice of its
             own.
+        partitionable: the function in operations that XLA itself can split over devices.
         device: the device that `run` was chosen for; None: it runs anywhere.
         sums: whether a result that lacks a split letter is a sum over it, as a gradient is.
         jvp: from arguments and their tangents, None where a tangent is 0, results and theirs.
@@ -58,6 +59,7 @@ class Stage:
     op: Op
     run: Callable[..., PyTree]
     anew: Callable[[Device | None], Callable[..., PyTree]]
+    partitionable: Callable[[], Callable[..., PyTree]]
     device: Device | None
     sums: bool = False
     jvp: Callable[[tuple[PyTree, ...], tuple[PyTree, ...]], tuple[PyTree, PyTree]]
@@ -215,8 +217,12 @@ def _lower(context: Any, *values: Any, call: _Call, jaxpr: ClosedJaxpr | None) -
             run, device, jaxpr = call.stage.anew(actual), actual, None
     function = call.flat(run) if jaxpr is None else core.jaxpr_as_fun(jaxpr)
     if partitioned.over_several_devices(module.axis_context):
-        jaxpr = jaxpr or jax.make_jaxpr(function)(*context.avals_in)
-        function = functools.partial(_partitioning(call, device, context.avals_in), jaxpr)
+        if {backend_of(name) for name in module.platforms} & partitioned.WITHOUT_RULES:
+            if device is not None:
+                function = call.flat(call.stage.partitionable())
+        else:
+            jaxpr = jaxpr or jax.make_jaxpr(function)(*context.avals_in)
+            function = functools.partial(_partitioning(call, device, context.avals_in), jaxpr)
     return mlir.lower_fun(function, multiple_results=True)(context, *values)
 
 

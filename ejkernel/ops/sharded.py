@@ -64,6 +64,7 @@ def shard(
         bound = _bind_types(op, inputs, in_specs)
     else:
         bound = _bind(op, inputs, mesh, in_specs)
+    _check_sequence(op, bound)
     few = _few(op, inputs)
     inputs, bound, picked = _regroup(op, inputs, mesh, bound)
     leaves, treedef = jax.tree.flatten(inputs)
@@ -171,6 +172,17 @@ def _summed(
                 f"{over[shared[0]]!r}."
             )
     return (lambda inputs: jax.lax.psum(run(inputs), tuple(over))) if over else run
+
+
+def _check_sequence(op: Op, bound: Mapping[str, Axes]) -> None:
+    """A mesh axis that splits what `Op.over_axis` brings together splits nothing else."""
+    together = {axis: letter for letter in sorted(op.sequence) for axis in bound.get(letter, ())}
+    for letter, over in bound.items():
+        if letter not in op.sequence and (shared := [axis for axis in over if axis in together]):
+            raise ValueError(
+                f"{op.name}: the mesh axis {shared[0]!r} cannot split both {letter!r} and "
+                f"{together[shared[0]]!r}."
+            )
 
 
 def _bind(

@@ -90,6 +90,25 @@ def test_ctrl_c_ends_tuning_and_its_processes_and_leaves_no_file(tmp_path):
     assert not cache.exists()
 
 
+@pytest.mark.parametrize("module", ["typer", "numpy", "jax", "jaxlib._jax", "ejkernel.cli.info"])
+def test_ctrl_c_while_a_module_is_imported_is_one_line(module):
+    code = f"""
+import os, signal, sys
+
+class Interrupts:
+    def find_spec(self, name, *others):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupts())
+sys.argv = ["ejkernel", "info"]
+from ejkernel.cli import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "ejkernel: interrupted.\n")
+
+
 def test_the_page_documents_every_command():
     assert [name for name in COMMANDS if f"## `ejkernel {name}`" not in PAGE] == []
 

@@ -19,6 +19,9 @@ from ejkernel.ops.platform import Device, Platform, device_of
 # arrays of a workload are known.
 ELSEWHERE_PROVEN = {
     "ring_attention": {"axis_name"},
+    "page_attention": {"float32_out"},
+    "ragged_page_attention_v2": {"float32_out"},
+    "ragged_page_attention_v3": {"float32_out"},
     "native_sparse_attention": {"traced_window"},
 }
 

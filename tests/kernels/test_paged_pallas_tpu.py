@@ -1,5 +1,7 @@
 """The TPU kernels over pages: many blocks and tiles, unused memory, blocks that fit."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ from tiers import quick
 from ejkernel import settings
 from ejkernel.cli.oracle import VALUE_FLOOR, Truth, with_dtype
 from ejkernel.kernels.common.mosaic_tpu.memory import core_of
-from ejkernel.kernels.ragged_page_attention_v3 import pallas_tpu
+from ejkernel.kernels.ragged_page_attention_v3 import OP, pallas_tpu, reference
 from ejkernel.kernels.ragged_page_attention_v3.inputs import Inputs, Spec
 from ejkernel.kernels.ragged_page_attention_v3.pallas_tpu.configs import (
     cache_layout,
@@ -335,3 +337,29 @@ def test_more_sequences_than_scalar_memory_can_list_are_refused():
         query=jax.ShapeDtypeStruct((100_000, 1, 32, 128), jnp.bfloat16), kv_lens=many
     )
     assert "scalar memory" in (pallas_tpu.why_not(inputs, SPEC, device) or "")
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("queries", [1, 5])
+def test_a_partial_result_is_not_rounded_to_the_dtype_of_the_query(queries):
+    lengths = jnp.array([[9], [12], [0]])
+    inputs = Inputs(
+        draw(3, queries, HEADS, DIM, seed=5).astype(jnp.bfloat16),
+        KEYS.astype(jnp.bfloat16),
+        VALUES.astype(jnp.bfloat16),
+        jnp.zeros((3, 1), jnp.int32),
+        jnp.full((3, 1), queries),
+        lengths,
+        jnp.array(TABLE[:3, None]),
+    )
+    spec = Spec(softmax_scale=0.3, float32_out=True)
+    with interpreted():
+        got = jax.jit(lambda x: executor.run(OP, x, spec, Request("pallas")))(inputs)
+    wanted = reference.forward(inputs, spec)
+    assert got.out.dtype == jnp.float32
+    np.testing.assert_allclose(got.out, wanted.out, rtol=0, atol=2e-2)  # rounded weights
+    assert jnp.any(got.out != got.out.astype(jnp.bfloat16).astype(jnp.float32))
+    whole = dataclasses.replace(spec, float32_out=False)
+    with interpreted():
+        rounded = jax.jit(lambda x: executor.run(OP, x, whole, Request("pallas")))(inputs)
+    assert jnp.array_equal(rounded.out, got.out.astype(jnp.bfloat16))

@@ -1,5 +1,6 @@
 """Paged attention in Triton: right in the interpreter, with equal shares of work."""
 
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -19,6 +20,7 @@ from kernels.triton_testing import H200, needs_triton
 from ejkernel.cli.oracle import VALUE_FLOOR
 from ejkernel.errors import UnsupportedError
 from ejkernel.kernels.common.triton import bridge
+from ejkernel.kernels.ragged_page_attention_v3 import OP
 from ejkernel.kernels.ragged_page_attention_v3 import triton as paged_triton
 from ejkernel.kernels.ragged_page_attention_v3.inputs import Inputs, Spec
 from ejkernel.kernels.ragged_page_attention_v3.triton.configs import PagedTileConfig, tile_config
@@ -375,3 +377,24 @@ def test_on_a_cpu_the_error_names_the_platform():
         pytest.skip("this machine has a GPU")
     with pytest.raises(UnsupportedError, match="platform='triton' does not support this call"):
         ragged_page_attention_v3(QUERY, KEYS, VALUES, CU_Q, CU_K, TABLE, platform="triton")
+
+
+@needs_triton
+@pytest.mark.parametrize("queries", [1, 5])
+def test_a_partial_result_is_not_rounded_to_the_dtype_of_the_query(interpreter, queries):
+    lengths = jnp.array([[9], [12], [0]])
+    inputs = Inputs(
+        draw(5, 3, queries, HEADS, DIM).astype(jnp.float16),
+        KEYS.astype(jnp.float16),
+        VALUES.astype(jnp.float16),
+        jnp.zeros((3, 1), jnp.int32),
+        jnp.full((3, 1), queries),
+        lengths,
+        jnp.array(TABLE[:3, None]),
+    )
+    spec = Spec(softmax_scale=0.3, float32_out=True)
+    run = lambda spec: jax.jit(lambda x: executor.run(OP, x, spec, Request("triton")))(inputs)
+    got, rounded = run(spec), run(dataclasses.replace(spec, float32_out=False))
+    assert got.out.dtype == jnp.float32
+    assert jnp.any(got.out != got.out.astype(jnp.float16).astype(jnp.float32))
+    assert jnp.array_equal(rounded.out, got.out.astype(jnp.float16))

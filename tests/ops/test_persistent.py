@@ -289,7 +289,7 @@ BROKEN = {
     "not text": b"\xff\xfe\x00",
     "no table": b"[1, 2]",
     "foreign": b'{"flash_attention": {"block": 64}}',
-    "another schema": b'{"format": "ejkernel tuned configurations", "schema": 99, "devices": {}}',
+    "another schema": b'{"format": "ejkernel tuned configurations", "schema": 0, "devices": {}}',
     "no devices": b'{"format": "ejkernel tuned configurations", "schema": 1}',
     "flat": b'{"format": "ejkernel tuned configurations", "schema": 1, "devices": {"cpu": 1}}',
     "too deep": b"[" * 100_000,
@@ -309,6 +309,19 @@ def test_a_broken_file_is_set_aside_with_one_warning(path, content, first):
         assert cache.get(key("a")) == {"block": 1}
     assert path.with_name("scale.json.corrupt-1").read_bytes() == content
     assert on_disk(path) == {"a"}
+
+
+def test_a_file_of_a_later_version_is_left_alone(path):
+    path.parent.mkdir()
+    later = b'{"format": "ejkernel tuned configurations", "schema": 2, "devices": {}, "more": 1}'
+    path.write_bytes(later)
+    cache = PersistentCache("scale", path)
+    with one_warning(r"cannot be read .*schema 2 of a later version.* going on in memory"):
+        assert cache.get(key("a")) is None
+        cache.put(key("a"), {"block": 1})
+        assert cache.get(key("a")) == {"block": 1}
+    assert path.read_bytes() == later
+    assert corrupt_files(path) == []
 
 
 def test_what_was_known_before_the_file_broke_is_written_again(path):

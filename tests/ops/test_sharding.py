@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ejkernel.modules import flash_attention, gla_attention, grouped_matmul, page_attention
+from ejkernel.ops import partitioned
 from ejkernel.types import MaskInfo
 
 P = PartitionSpec
@@ -105,6 +106,18 @@ def test_a_split_sequence_is_gathered_and_right():
     arrays = draw((4, 16, 8, 8), (4, 16, 4, 8), (4, 16, 4, 8))
     spec = P("dp", "tp")
     check(attention, arrays, (spec,) * 3, make_mesh(), {"all-gather"}, {"all-gather", "all-reduce"})
+
+
+@pytest.mark.parametrize("function", [flash_attention, gla_attention])
+@pytest.mark.parametrize("spec", [HEADS, P("dp", "tp"), P(None, None, "tp")])
+def test_a_compiler_without_partitioning_rules_splits_the_operations_of_xla(
+    function, spec, monkeypatch
+):
+    """Such as libtpu; what a TPU does is in tests/tpu/test_meshes.py."""
+    monkeypatch.setattr(partitioned, "WITHOUT_RULES", {"cpu"})
+    arrays = draw((4, 16, 8, 8), (4, 16, 4, 8), (4, 16, 4, 8))
+    anything = {"all-gather", "all-reduce", "all-to-all", "collective-permute"}
+    check(lambda *x: function(*x), arrays, (spec,) * 3, make_mesh(), anything, anything)
 
 
 def test_a_split_head_dimension_is_gathered_and_right():

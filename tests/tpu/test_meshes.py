@@ -6,10 +6,18 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ejkernel.modules import flash_attention, gla_attention, lightning_attention, ring_attention
+from ejkernel.errors import PerformanceWarning, UnsupportedError
+from ejkernel.modules import (
+    blocksparse_attention,
+    flash_attention,
+    gla_attention,
+    lightning_attention,
+    page_attention,
+    ring_attention,
+)
 from tpu.ahead_of_time import compiled_over, kernels_in, mesh_of, needs_libtpu
 
 pytestmark = [needs_libtpu, pytest.mark.tpu]
@@ -102,7 +110,6 @@ def test_every_share_of_a_mesh_runs_the_kernels_and_needs_no_other(function, top
     ],
 )
 def test_explicit_axes_run_the_kernels_on_every_share(function, topology, rows, heads):
-    """Automatic axes need callbacks that JAX gives only to a libtpu with a TPU."""
     mesh = mesh_of(topology, rows=rows, heads=heads)
     mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Explicit,) * 2)
     spec = P("rows", None, "heads")
@@ -111,6 +118,27 @@ def test_explicit_axes_run_the_kernels_on_every_share(function, topology, rows, 
         program = compiled_over(mesh, spec, run, arrays(1024, kv_heads=8))
     assert kernels_in(program) >= 2
     assert not re.search("all-gather|all-to-all|all-reduce|collective", program.as_text())
+
+
+@pytest.mark.parametrize(
+    ("function", "topology", "rows", "heads"),
+    [
+        (flash_attention, "v5e:2x2", 2, 2),
+        (flash_attention, "v5e:4x4", 2, 8),
+        (gla_attention, "v5e:2x2", 2, 2),
+    ],
+)
+def test_automatic_axes_use_plain_xla_and_say_so(function, topology, rows, heads):
+    """libtpu cannot be told how a kernel is partitioned; its own operations it splits by itself."""
+    mesh = mesh_of(topology, rows=rows, heads=heads)
+    spec = P("rows", None, "heads")
+    run = lambda x, **options: function(*x, **options)
+    with pytest.warns(PerformanceWarning, match="cannot partition kernels over automatic"):
+        program = compiled_over(mesh, spec, gradients(run), arrays(1024, kv_heads=8))
+    assert kernels_in(program) == 0
+    assert not re.search("all-gather|all-to-all|all-reduce|collective", program.as_text())
+    with pytest.raises(UnsupportedError, match="platform='pallas' is not available here"):
+        compiled_over(mesh, spec, lambda x: run(x, platform="pallas"), arrays(1024, kv_heads=8))
 
 
 @pytest.mark.parametrize("function", [flash_attention, gla_attention])
@@ -142,3 +170,42 @@ def test_a_split_sequence_exchanges_one_state_each_way(topology, size):
         sizes = [math.prod(map(int, re.findall(r"\d+", x.partition("[")[2]))) for x in found]
         assert len(sizes) == 2
         assert set(sizes) <= {size * state, state}
+
+
+@pytest.mark.parametrize("window", [None, 1024])
+@pytest.mark.parametrize("queries", [1, 4])
+def test_devices_attend_to_the_pages_that_they_hold(window, queries):
+    """A context of 64k tokens over four chips: no page moves, and two collectives merge."""
+    mesh = mesh_of("v5e:2x2", context=4)
+    shape = lambda *sizes, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(sizes, dtype)
+    arrays = (shape(8, queries, 32, 128), *[shape(16384, 32, 8, 128)] * 2)
+    integers = (shape(8, dtype=jnp.int32), shape(8, 2048, dtype=jnp.int32))
+
+    def run(arguments):
+        return page_attention(
+            *arguments, sliding_window=window, axis_name="context", mesh=mesh, platform="pallas"
+        )
+
+    split = lambda x, spec: jax.ShapeDtypeStruct(
+        x.shape, x.dtype, sharding=NamedSharding(mesh, spec)
+    )
+    specs = (P(), P("context"), P("context"), P(), P())
+    given = tuple(map(split, (*arrays, *integers), specs))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        program = jax.jit(run).lower(given).compile()
+    assert kernels_in(program) >= 1
+    text = program.as_text()
+    assert len(re.findall(r" all-reduce(?:-start)?\(", text)) == 2
+    assert not re.search("all-gather|all-to-all|collective-permute", text)
+
+
+def test_block_sparse_attention_gathers_keys_and_scatters_their_gradients():
+    mesh = mesh_of("v5e:2x2", sequence=4)
+    blocks = jnp.tri(64, dtype=bool)
+
+    def run(x):
+        return blocksparse_attention(*x, block_mask=blocks, axis_name="sequence", mesh=mesh)
+
+    program = compiled_over(mesh, P(None, "sequence"), gradients(run), arrays(4096))
+    assert kernels_in(program) >= 2
+    assert not re.search("all-to-all|collective-permute", program.as_text())

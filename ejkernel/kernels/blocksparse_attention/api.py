@@ -13,6 +13,7 @@ from ejkernel.kernels.blocksparse_attention import OP
 from ejkernel.kernels.blocksparse_attention.config import BlockSparseAttentionConfig
 from ejkernel.kernels.blocksparse_attention.mask_rules import rule_of_blocks, rule_of_builder
 from ejkernel.kernels.blocksparse_attention.masks import Mask
+from ejkernel.kernels.blocksparse_attention.split_sequence import SplitInputs
 from ejkernel.kernels.common.arguments import (
     Specs,
     as_array,
@@ -27,9 +28,10 @@ from ejkernel.kernels.common.attention import (
 )
 from ejkernel.kernels.common.masking import Extent, attention_rule, chunk_rule
 from ejkernel.kernels.flash_attention.inputs import Inputs, Spec
-from ejkernel.ops import executor
+from ejkernel.ops import executor, split_axis
 from ejkernel.ops.executor import Request
 from ejkernel.ops.module import BoundFunction, Module, operation
+from ejkernel.ops.split_axis import SplitAxis
 from ejkernel.types.arguments import SlidingWindow
 from ejkernel.types.mask import MaskInfo
 
@@ -53,6 +55,7 @@ def blocksparse_attention(
     chunk_size: int | None = None,
     softmax_scale: float | None = None,
     logits_soft_cap: float | None = None,
+    axis_name: str | None = None,
     platform: str | None = None,
     cfg: BlockSparseAttentionConfig | None = None,
     mesh: Mesh | AbstractMesh | None = None,
@@ -66,12 +69,20 @@ def blocksparse_attention(
     proportional to the blocks that are not empty, forward and backward. The rest is as in
     `flash_attention`.
 
+    With `axis_name` the sequences are split over a mesh axis, and positions and masks are those of
+    the whole sequences. Keys and values are gathered on every device; `ring_attention` is for
+    sequences whose keys do not fit. Called in a `shard_map` over `axis_name`, query, key and value
+    are this device's share: device `i` holds positions `[i * length, (i + 1) * length)`. Elsewhere
+    they are whole, and are split over the axis of `mesh=`, of `jax.set_mesh`, or of a surrounding
+    `with mesh:`.
+
     Args:
         query: `[batch, queries, heads, head_dim]`, or head-first as `layout` says.
         key: `[batch, keys, kv_heads, head_dim]`; `heads` is a multiple of `kv_heads`.
         value: `[batch, keys, kv_heads, value_dim]`.
         softmax_aux: attention sinks, `[sinks]` for all heads or `[heads, sinks]`.
-        bias: added to the scaled logits; broadcastable to `[batch, heads, queries, keys]`.
+        bias: added to the scaled logits; broadcastable to `[batch, heads, queries, keys]`. In a
+            `shard_map` over `axis_name`, this device's queries by all keys.
         block_mask: True where a block of queries sees a whole block of keys: `[query blocks, key
             blocks]`, `[heads, ...]` or `[batch, 1 or heads, ...]`. It may be traced.
         block_size: queries and keys in a block of `block_mask`, one number or a pair; the last
@@ -89,10 +100,12 @@ def blocksparse_attention(
             not after the query.
         softmax_scale: by default `head_dim ** -0.5`.
         logits_soft_cap: bound of the logits.
+        axis_name: the mesh axis over which the sequences are split; by default they are not.
         platform: "xla", "pallas", "triton", or None for the best that supports the call.
         cfg: blocks of the kernel; by default chosen for the call.
         mesh: run under `shard_map` over this mesh.
-        in_specs: with `mesh`, the specs of query, key and value; the others follow from them.
+        in_specs: with `mesh`, the specs of query, key and value; the others follow from them. By
+            default with `axis_name`, only the sequences are split.
         out_specs: the spec of the output; it follows from `in_specs`.
 
     Returns:
@@ -119,7 +132,9 @@ def blocksparse_attention(
     heads_first = layout == "bhsd" and all(x.ndim == 4 for x in arrays)
     query, key, value = _swapped(arrays) if heads_first else arrays
     check_attention_shapes(name, query, key, value)
-    extent = Extent(query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+    split = _split(axis_name, arrays, 2 if heads_first else 1, mesh, in_specs)
+    lengths = (split.whole(query.shape[1]), split.whole(key.shape[1]))
+    extent = Extent(query.shape[0], query.shape[2], *lengths)
     rule = attention_rule(
         name,
         extent,
@@ -134,11 +149,11 @@ def blocksparse_attention(
     if mask_builder is not None:
         group = extent.heads // key.shape[2]
         rule = rule & rule_of_builder(mask_builder, block_size, extent, group)
-    inputs = Inputs(
+    inputs = (Inputs if split.name is None else SplitInputs)(
         query,
         key,
         value,
-        bias=bias_of_rank_four(name, bias, extent),
+        bias=bias_of_rank_four(name, bias, extent._replace(queries=query.shape[1])),
         sinks=sinks_per_head(name, softmax_aux, extent.heads),
         mask=rule & chunk_rule(name, chunk_size),
     )
@@ -149,10 +164,30 @@ def blocksparse_attention(
     if 0 in (*extent, value.shape[3]):
         out = jnp.zeros((*query.shape[:3], value.shape[3]), query.dtype)
     else:
-        given, returned = (_specs_sequence_first(x, layout) for x in (in_specs, out_specs))
-        request = Request(platform, cfg, mesh, in_specs=given, out_specs=returned)
+        given, returned = (_specs_sequence_first(x, layout) for x in (split.in_specs, out_specs))
+        request = Request(platform, cfg, split.mesh, given, returned, axis_name=split.name)
         out = executor.run(OP, inputs, spec, request).out
     return _swapped(out) if layout == "bhsd" else out
+
+
+def _split(
+    axis_name: str | None,
+    arrays: tuple[jax.Array, jax.Array, jax.Array],
+    axis: int,
+    mesh: Mesh | AbstractMesh | None,
+    in_specs: Specs | list[PartitionSpec | None],
+) -> SplitAxis:
+    """Over which devices `axis` of query, key and value, as they were given, is split."""
+    query, key, _ = arrays
+    return split_axis.resolve(
+        OP.name,
+        axis_name,
+        arrays=dict(zip(("query", "key", "value"), arrays, strict=True)),
+        lengths={"queries": query.shape[axis], "keys": key.shape[axis]},
+        specs=(PartitionSpec(*(None,) * axis, axis_name),) * 3,
+        mesh=mesh,
+        in_specs=in_specs,
+    )
 
 
 @jax.jit

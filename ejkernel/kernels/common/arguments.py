@@ -25,14 +25,29 @@ def as_array(op: str, name: str, x: object) -> jax.Array:
     """A JAX array from a JAX or NumPy array, or from nested lists of numbers."""
     if isinstance(x, jax.Array):
         return x
-    if isinstance(x, np.ndarray | np.generic | list | tuple | int | float):
+    if not isinstance(x, np.ndarray | np.generic | list | tuple | int | float):
+        raise ValueError(f"{op}: {name} must be an array, got {type(x).__name__}.")
+    try:
         return jnp.asarray(x)
-    raise ValueError(f"{op}: {name} must be an array, got {type(x).__name__}.")
+    except (TypeError, ValueError):
+        kind = f"an array of {x.dtype}" if isinstance(x, np.ndarray | np.generic) else "a list"
+        raise ValueError(
+            f"{op}: {name} must be an array of numbers, got {kind} that JAX cannot represent."
+        ) from None
 
 
 def known_values(x: object) -> np.ndarray | None:
-    """The values of an argument where they may be looked at: never under a trace or on a device."""
-    return concrete_value(x if isinstance(x, jax.Array) else np.asarray(x))
+    """The values of an argument where they may be looked at: never under a trace or on a device.
+
+    None for what is no array as well: `as_array` says so.
+    """
+    if isinstance(x, jax.Array):
+        return concrete_value(x)
+    try:
+        values = np.asarray(x)
+    except ValueError:
+        return None
+    return concrete_value(values) if values.dtype.kind in "biufV" else None
 
 
 def cumulative_lengths(op: str, name: str, cum: object, tokens: int) -> jax.Array:

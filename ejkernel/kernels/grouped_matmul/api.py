@@ -264,7 +264,12 @@ def _dtype(preferred: DTypeLike | None, given: np.dtype) -> str | None:
     """The name of another dtype than that of the inputs, else None."""
     if preferred is None:
         return None
-    dtype = jnp.dtype(preferred)
+    try:
+        dtype = jnp.dtype(preferred)
+    except TypeError:
+        raise ValueError(
+            f"grouped_matmul: preferred_element_type must be a dtype, got {preferred!r}."
+        ) from None
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(
             f"grouped_matmul: preferred_element_type must be floating point, got {dtype}."

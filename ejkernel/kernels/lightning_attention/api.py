@@ -152,10 +152,11 @@ def lightning_attention(
         raise ValueError(
             f"{_NAME}: give one of decay, g_gamma and layer_idx, got {' and '.join(given)}."
         )
+    key = as_array(_NAME, "key", key)
     if decay is not None:
         g_gamma = _logarithm(decay)
     elif g_gamma is None:
-        g_gamma = _of_layer(layer_idx, num_layers, np.shape(key)[-2] if np.ndim(key) > 1 else 1)
+        g_gamma = _of_layer(layer_idx, num_layers, key.shape[-2] if key.ndim > 1 else 1)
     if num_layers is not None and layer_idx is None:
         raise ValueError(f"{_NAME}: num_layers needs layer_idx.")
     out, state = recur(
@@ -178,6 +179,8 @@ def lightning_attention(
 def _logarithm(decay: ArrayLike) -> jax.Array:
     """The logarithms of factors in (0, 1]."""
     values, decay = known_values(decay), as_array(_NAME, "decay", decay)
+    if jnp.issubdtype(decay.dtype, jnp.complexfloating):
+        raise ValueError(f"{_NAME}: decay must be real, got {decay.dtype}.")
     if not jnp.issubdtype(decay.dtype, jnp.floating):
         decay = decay.astype(jnp.float32)
     if values is not None and not ((values > 0) & (values <= 1)).all():
@@ -198,8 +201,9 @@ def _of_layer(layer: int | ArrayLike | None, layers: int | None, heads: int) -> 
         layers = operator.index(layers)
     except (TypeError, jax.errors.TracerIntegerConversionError):
         raise ValueError(f"{_NAME}: num_layers must be an int, got {layers!r}.") from None
+    known = isinstance(layer, int | np.integer)
+    index = np.asarray(layer) if known else as_array(_NAME, "layer_idx", layer)
     values = known_values(layer)
-    index = np.asarray(layer) if isinstance(layer, int | np.integer) else jnp.asarray(layer)
     if index.ndim or not jnp.issubdtype(index.dtype, jnp.integer):
         raise ValueError(f"{_NAME}: layer_idx must be one int, got {layer!r}.")
     if layers < 1 or (values is not None and not 0 <= values < layers):

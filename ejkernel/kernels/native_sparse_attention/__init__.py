@@ -2,6 +2,7 @@
 
 from ejkernel.kernels.native_sparse_attention.config import NativeSparseAttentionConfig
 from ejkernel.kernels.native_sparse_attention.inputs import Outputs, Selection, sample
+from ejkernel.kernels.native_sparse_attention.split_sequence import over_axis
 from ejkernel.ops.implementation import Op, Source
 from ejkernel.ops.platform import Backend, Platform
 
@@ -18,10 +19,12 @@ OP = Op(
     ],
     operands=("query", "key", "value", "g_cmp", "g_slc", "g_swa"),
     shardable=frozenset("bnk"),
-    later_inputs=frozenset({"traced_window"}),
+    sequence=frozenset("ts"),
+    over_axis=over_axis,
+    later_inputs=frozenset({"traced_window", "query_start"}),
     bucketed=frozenset("bt"),
     grouped_axes={"k": "n"},
-    sharding_hints={"t": "; every token may choose blocks from all of its sequence"},
+    sharding_hints={"t": "; axis_name= splits the sequences"},
     tuning_inputs=sample,
 )
 
@@ -35,6 +38,9 @@ SELECTION = Op(
     ],
     operands=("query", "key"),
     shardable=frozenset("bk"),
+    sequence=frozenset("ts"),
+    over_axis=over_axis,
+    later_inputs=frozenset({"query_start"}),
     sharding_hints=OP.sharding_hints,
     auxiliary=True,
 )

@@ -24,10 +24,15 @@ from ejkernel.kernels.native_sparse_attention import OP, SELECTION
 from ejkernel.kernels.native_sparse_attention.config import NativeSparseAttentionConfig
 from ejkernel.kernels.native_sparse_attention.inputs import Inputs, SelectionInputs, Spec
 from ejkernel.kernels.native_sparse_attention.selection import select_blocks
-from ejkernel.ops import executor
+from ejkernel.kernels.native_sparse_attention.split_sequence import (
+    SplitInputs,
+    SplitSelectionInputs,
+)
+from ejkernel.ops import executor, split_axis
 from ejkernel.ops.executor import Request
 from ejkernel.ops.module import BoundFunction, Module, operation
 from ejkernel.ops.sharded import from_types
+from ejkernel.ops.split_axis import SplitAxis
 
 _NAME = OP.name
 
@@ -48,6 +53,7 @@ def native_sparse_attention(
     sliding_window: int | ArrayLike | None = None,
     softmax_scale: float | None = None,
     return_block_indices: Literal[False] = False,
+    axis_name: str | None = None,
     platform: str | None = None,
     cfg: NativeSparseAttentionConfig | None = None,
     mesh: Mesh | AbstractMesh | None = None,
@@ -72,6 +78,7 @@ def native_sparse_attention(
     sliding_window: int | ArrayLike | None = None,
     softmax_scale: float | None = None,
     return_block_indices: Literal[True],
+    axis_name: str | None = None,
     platform: str | None = None,
     cfg: NativeSparseAttentionConfig | None = None,
     mesh: Mesh | AbstractMesh | None = None,
@@ -96,6 +103,7 @@ def native_sparse_attention(
     sliding_window: int | ArrayLike | None = None,
     softmax_scale: float | None = None,
     return_block_indices: bool = False,
+    axis_name: str | None = None,
     platform: str | None = None,
     cfg: NativeSparseAttentionConfig | None = None,
     mesh: Mesh | AbstractMesh | None = None,
@@ -110,6 +118,12 @@ def native_sparse_attention(
     over the keys of its blocks, `compressed` over the mean key (and value) of each block that is
     complete by `t`, `windowed` over the newest keys. A branch in which a token sees nothing gives
     exactly 0. Query head `i` uses key head `i // (heads // kv_heads)`.
+
+    With `axis_name` the sequences are split over a mesh axis; blocks and `cu_seqlens` count the
+    tokens of the whole row. Keys and values are gathered on every device, and only XLA supports it.
+    Called in a `shard_map` over `axis_name`, all other arrays are this device's share: device `i`
+    holds positions `[i * length, (i + 1) * length)`. Elsewhere they are whole, and are split over
+    the axis of `mesh=`, of `jax.set_mesh`, or of a surrounding `with mesh:`.
 
     Args:
         query: `[batch, length, heads, head_dim]`; with `cu_seqlens` every array may come without
@@ -135,11 +149,13 @@ def native_sparse_attention(
             included; without it there is no window branch. It may be traced.
         softmax_scale: by default `head_dim ** -0.5`.
         return_block_indices: also return the blocks, for another call.
+        axis_name: the mesh axis over which the sequences are split; by default they are not.
         platform: "xla", "pallas", "triton", "cuda", or None for the best that supports the call.
         cfg: tiles and launch parameters; by default chosen for the call.
         mesh: run under `shard_map` over this mesh.
         in_specs: with `mesh`, the specs of query, key and value, and of gates if they are to be
-            checked; the others follow from them.
+            checked; the others follow from them. By default with `axis_name`, only the sequences
+            are split.
         out_specs: the spec of the output; it follows from `in_specs`.
 
     Returns:
@@ -160,7 +176,8 @@ def native_sparse_attention(
     >>> native_sparse_attention(x, x, x, block_indices=blocks).shape
     (1, 256, 2, 8)
     """
-    packed_rank = cu_seqlens is not None and np.ndim(query) == 3
+    query = as_array(_NAME, "query", query)
+    packed_rank = cu_seqlens is not None and query.ndim == 3
     query, key, value = (
         _batched(as_array(_NAME, name, x), packed_rank)
         for name, x in (("query", query), ("key", key), ("value", value))
@@ -178,16 +195,18 @@ def native_sparse_attention(
     }
     if g_swa is not None and sliding_window is None:
         raise ValueError(f"{_NAME}: g_swa needs sliding_window.")
-    cu_seqlens = _cumulative(cu_seqlens, query)
-    request = Request(platform, cfg, mesh, in_specs, out_specs)
-    lists = _Lists(query.shape[0], query.shape[1], key.shape[2], spec.block_size)
+    split = _split(axis_name, query, key, value, mesh, in_specs)
+    cu_seqlens = _cumulative(cu_seqlens, query, split.whole(query.shape[1]))
+    request = Request(platform, cfg, split.mesh, split.in_specs, out_specs, axis_name=split.name)
+    shares = split.shards if split.given_shares else 1
+    lists = _Lists(query.shape[0], query.shape[1], key.shape[2], spec.block_size, shares)
     if block_indices is None:
         if not isinstance(query.shape[1], int):
             raise ValueError(
                 "native_sparse_attention: choosing blocks needs a known length, got "
                 f"{query.shape[1]}; give block_indices=."
             )
-        count = min(_count(block_counts), lists.blocks)
+        count = min(_count(block_counts), lists.blocks_of_all)
         chosen = _selected(query, key, cu_seqlens, spec, count, request)
     else:
         indices = _batched(as_array(_NAME, "block_indices", block_indices), packed_rank)
@@ -197,7 +216,7 @@ def native_sparse_attention(
     else:
         # Lists without an entry say what an entry of no block says.
         named = chosen if chosen.shape[-1] else jnp.full((*chosen.shape[:3], 1), -1, jnp.int32)
-        inputs = Inputs(
+        inputs = (Inputs if split.name is None else SplitInputs)(
             query,
             key,
             value,
@@ -227,8 +246,13 @@ def _selected(
     group = query.shape[2] // key.shape[2]
     by_group = query.reshape(*query.shape[:2], key.shape[2], group, query.shape[3])
     places = jnp.arange(count, dtype=jnp.int32)
-    inputs = SelectionInputs(by_group, key, places, cu_seqlens)
     spec = dataclasses.replace(spec, sliding_window=None)
+    if request.axis_name is not None:
+        inputs = SplitSelectionInputs(by_group, key, places, cu_seqlens)
+        specs = _without_heads(request.in_specs)
+        request = Request("xla", mesh=request.mesh, in_specs=specs, axis_name=request.axis_name)
+        return executor.run(SELECTION, inputs, spec, request).blocks
+    inputs = SelectionInputs(by_group, key, places, cu_seqlens)
     # A mesh may split the query heads of a key head, which choose together.
     if request.mesh is not None or request.in_specs is not None or from_types([key]) is not None:
         return select_blocks(inputs, spec)
@@ -239,6 +263,13 @@ def _selected(
     return executor.run(SELECTION, inputs, spec, Request(platform)).blocks
 
 
+def _without_heads(in_specs: object) -> object:
+    """The specs of query and key with whole heads: those of a key head choose together."""
+    if not isinstance(in_specs, tuple | list):
+        return in_specs
+    return tuple(None if spec is None else PartitionSpec(*spec[:2]) for spec in in_specs[:2])
+
+
 @functools.partial(jax.jit, static_argnums=1)
 def _known_blocks(x: jax.Array, blocks: int) -> jax.Array:
     """Indices as int32, -1 for those of no block."""
@@ -247,22 +278,30 @@ def _known_blocks(x: jax.Array, blocks: int) -> jax.Array:
 
 
 class _Lists(NamedTuple):
-    """What lists of blocks may look like: for each token, or for each `block_size` of them."""
+    """What lists of blocks may look like: for each token, or for each `block_size` of them.
+
+    There are `shares` times as many tokens in all, the others on other devices.
+    """
 
     batch: int
     length: int
     kv_heads: int
     block_size: int
+    shares: int = 1
 
     @property
     def blocks(self) -> int:
         return -(-self.length // self.block_size)
 
+    @property
+    def blocks_of_all(self) -> int:
+        return -(-self.length * self.shares // self.block_size)
+
     def indices(self, x: jax.Array) -> jax.Array:
         """Lists in any of their shapes as int32 [b, t, k, n]."""
         if x.ndim < 3 or not jnp.issubdtype(x.dtype, jnp.integer):
             raise self._refuse("block_indices", x, ", n")
-        return _known_blocks(self._per_token("block_indices", x, ", n"), self.blocks)
+        return _known_blocks(self._per_token("block_indices", x, ", n"), self.blocks_of_all)
 
     def counts(self, x: jax.Array) -> jax.Array:
         """Counts in any of their shapes as [b, t, k]."""
@@ -280,6 +319,11 @@ class _Lists(NamedTuple):
         elif shape not in ((b, t, k), (b, blocks, k)):
             raise self._refuse(name, x[..., 0] if not last else x, last)
         if x.shape[1] != t:
+            if self.shares > 1 and t % self.block_size:
+                raise ValueError(
+                    f"{_NAME}: {name} for blocks of {self.block_size} tokens need shares of whole "
+                    f"blocks, and a device has {t} tokens; give one list for each token."
+                )
             x = jnp.repeat(x, self.block_size, axis=1)[:, :t]
         return jnp.broadcast_to(x, (b, t, k, x.shape[-1]))
 
@@ -294,7 +338,7 @@ class _Lists(NamedTuple):
 
 def _counted(indices: jax.Array, counts: Any, lists: _Lists, packed_rank: bool) -> jax.Array:
     """The lists with only as many entries as count."""
-    if not isinstance(counts, jax.Array) and np.ndim(counts) == 0:
+    if not isinstance(counts, jax.Array | np.ndarray | list | tuple):
         return indices[..., : _count(counts)]
     values, counts = known_values(counts), as_array(_NAME, "block_counts", counts)
     if values is not None and values.size and values.min() < 0:
@@ -359,14 +403,34 @@ def _positive(name: str, x: Any) -> int:
     return number
 
 
-def _cumulative(cum: Any, query: jax.Array) -> jax.Array | None:
+def _split(
+    axis_name: str | None,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mesh: Mesh | AbstractMesh | None,
+    in_specs: tuple[PartitionSpec | None, ...] | None,
+) -> SplitAxis:
+    """Over which devices the sequences are split, or are to be."""
+    return split_axis.resolve(
+        _NAME,
+        axis_name,
+        arrays={"query": query, "key": key, "value": value},
+        lengths={"tokens": query.shape[1]},
+        specs=(PartitionSpec(None, axis_name),) * 3,
+        mesh=mesh,
+        in_specs=in_specs,
+    )
+
+
+def _cumulative(cum: Any, query: jax.Array, length: int) -> jax.Array | None:
     if cum is None:
         return None
     if query.shape[0] != 1:
         raise ValueError(
             f"{_NAME}: cu_seqlens describe one packed row, got a batch of {query.shape[0]}."
         )
-    return cumulative_lengths(_NAME, "cu_seqlens", cum, query.shape[1])
+    return cumulative_lengths(_NAME, "cu_seqlens", cum, length)
 
 
 class NativeSparseAttention(Module):

@@ -79,6 +79,8 @@ def gated_sum(inputs: Inputs, branches: Residuals) -> Outputs:
 def _windowed(inputs: Inputs, at: Tokens, window: int | jax.Array) -> Dense:
     """The `window` newest keys of each token, its own included."""
     rule: Rule = Band(1 - window, 0)
+    if inputs.query_start is not None:
+        rule = rule.slice(inputs.query_start, inputs.query.shape[1], 0, inputs.key.shape[1])
     if inputs.cu_seqlens is not None:
         rule = rule & Band(0, None, at.start[None])
     return Dense(flash.Inputs(*inputs[:3], mask=rule), None)
@@ -86,13 +88,16 @@ def _windowed(inputs: Inputs, at: Tokens, window: int | jax.Array) -> Dense:
 
 def _compressed(inputs: Inputs, at: Tokens, spec: Spec) -> Dense | None:
     """The means of the blocks that are complete; None when no block can be."""
-    length = inputs.query.shape[1]
+    length = inputs.key.shape[1]
     if length < spec.block_size:
         return None
+    if inputs.query_start is not None:
+        at = geometry.tokens(length, inputs.cu_seqlens)
     pools = geometry.pools(length, inputs.cu_seqlens, spec.block_size, at)
-    rule: Rule = Band(None, -1, (pools.first + pools.seen)[None])
+    first, seen = geometry.of_queries((pools.first, pools.seen), inputs)
+    rule: Rule = Band(None, -1, (first + seen)[None])
     if inputs.cu_seqlens is not None:
-        rule = rule & Band(0, None, pools.first[None])
+        rule = rule & Band(0, None, first[None])
     key, value = (geometry.pooled(x, pools, spec) for x in (inputs.key, inputs.value))
     return Dense(flash.Inputs(inputs.query, key, value, mask=rule), pools)
 

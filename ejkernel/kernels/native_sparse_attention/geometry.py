@@ -1,12 +1,15 @@
 """Tokens and blocks in a row of packed sequences; a plain row is one sequence."""
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from ejkernel.kernels.native_sparse_attention.inputs import Inputs, Spec
+from ejkernel.kernels.native_sparse_attention.inputs import Inputs, SelectionInputs, Spec
+
+_Numbers = TypeVar("_Numbers")
 
 
 class Tokens(NamedTuple):
@@ -39,6 +42,19 @@ def tokens(length: int, cu_seqlens: jax.Array | None) -> Tokens:
     return Tokens(exists, sequence, start, jnp.maximum(index - start, 0))
 
 
+def tokens_of_queries(inputs: Inputs | SelectionInputs) -> Tokens:
+    """The tokens of the queries of a call."""
+    return of_queries(tokens(inputs.key.shape[1], inputs.cu_seqlens), inputs)
+
+
+def of_queries(numbers: _Numbers, inputs: Inputs | SelectionInputs) -> _Numbers:
+    """Numbers of all tokens, `[..., t]` each, as those of the queries of a call."""
+    start, count = inputs.query_start, inputs.query.shape[1]
+    if start is None:
+        return numbers
+    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, count, x.ndim - 1), numbers)
+
+
 def pools(length: int, cu_seqlens: jax.Array | None, block_size: int, at: Tokens) -> Pools:
     """The complete blocks of a row of this length; `begin` is as long as there can be blocks."""
     block = jnp.arange(length // block_size, dtype=jnp.int32)
@@ -64,11 +80,15 @@ def pools(length: int, cu_seqlens: jax.Array | None, block_size: int, at: Tokens
 
 
 def clean(inputs: Inputs, at: Tokens) -> Inputs:
-    """The inputs with zeros where a row holds no sequence, so that nothing there is used."""
+    """The inputs with zeros where a row holds no sequence, so that nothing there is used.
+
+    `at` are the tokens of the queries.
+    """
     if inputs.cu_seqlens is None:
         return inputs
+    every = at if inputs.query_start is None else tokens(inputs.key.shape[1], inputs.cu_seqlens)
     floats = {
-        name: zero_outside(getattr(inputs, name), at)
+        name: zero_outside(getattr(inputs, name), every if name in ("key", "value") else at)
         for name in ("query", "key", "value", "g_cmp", "g_slc", "g_swa")
         if getattr(inputs, name) is not None
     }

@@ -17,6 +17,7 @@ class Inputs(NamedTuple):
             token's sequence; entries that are none of its blocks, -1 among them, count for nothing.
         cu_seqlens: where the sequences packed into every row begin, and where the last one ends.
         traced_window: stands for `Spec.sliding_window` where that is known only at run time.
+        query_start: where the queries begin among the keys, if there are fewer of them.
     """
 
     query: Float[Array, "b t n h"]
@@ -28,6 +29,7 @@ class Inputs(NamedTuple):
     g_swa: Float[Array, "b t n"] | None = None
     cu_seqlens: Int[Array, "u"] | None = None
     traced_window: Int[Array, "#b"] | None = None
+    query_start: Int[Array, ""] | None = None
 
 
 class Outputs(NamedTuple):
@@ -57,12 +59,14 @@ class SelectionInputs(NamedTuple):
     Attributes:
         query: with an axis for the query heads of a key head, which choose together.
         places: one number for each block to choose; only its length counts.
+        query_start: as in `Inputs`.
     """
 
     query: Float[Array, "b t k g h"]
     key: Float[Array, "b t k h"]
     places: Int[Array, "c"]
     cu_seqlens: Int[Array, "u"] | None = None
+    query_start: Int[Array, ""] | None = None
 
 
 class Selection(NamedTuple):

@@ -32,11 +32,12 @@ class Candidates(NamedTuple):
 
 def candidates(inputs: SelectionInputs, spec: Spec) -> Candidates:
     """What the tokens of a call choose from."""
-    length = inputs.query.shape[1]
+    length = inputs.key.shape[1]
     at = geometry.tokens(length, inputs.cu_seqlens)
     pools = geometry.pools(length, inputs.cu_seqlens, spec.block_size, at)
     ahead = jnp.minimum(pools.seen, at.position // spec.block_size)
     limits = jnp.stack([pools.first, pools.first + pools.seen, pools.first + ahead])
+    limits = geometry.of_queries(limits, inputs)
     return Candidates(geometry.pooled(inputs.key, pools, spec), limits)
 
 
@@ -45,7 +46,7 @@ def with_own(
 ) -> Int[Array, "b t k c"]:
     """The lists of all tokens: the block of a token, then those chosen, then -1."""
     batch, length, kv_heads = inputs.query.shape[:3]
-    at = geometry.tokens(length, inputs.cu_seqlens)
+    at = geometry.tokens_of_queries(inputs)
     own = jnp.where(at.exists, at.position // spec.block_size, -1)
     own = jnp.broadcast_to(own[None, :, None, None], (batch, length, kv_heads, 1))
     lists = own if chosen is None else jnp.concatenate([own, chosen], axis=-1)

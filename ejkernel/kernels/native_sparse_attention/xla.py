@@ -30,7 +30,7 @@ def run_forward(
     inputs: Inputs, spec: Spec, params: NativeSparseAttentionConfig
 ) -> tuple[Outputs, Residuals]:
     """The gated sum of the branches, and the branches."""
-    at = geometry.tokens(inputs.query.shape[1], inputs.cu_seqlens)
+    at = geometry.tokens_of_queries(inputs)
     inputs = geometry.clean(inputs, at)
     compressed, windowed = dense_branches(inputs, at, spec)
     branches = Residuals(
@@ -50,7 +50,7 @@ def run_backward(
 ) -> Inputs:
     """Gradients, shaped like the inputs."""
     given = inputs
-    at = geometry.tokens(inputs.query.shape[1], inputs.cu_seqlens)
+    at = geometry.tokens_of_queries(inputs)
     inputs = geometry.clean(inputs, at)
     dtype = jnp.promote_types(inputs.query.dtype, jnp.float32)
     d_out = d_outputs.out.astype(dtype)
@@ -74,9 +74,10 @@ def run_backward(
 
     g_slc, g_cmp, g_swa = d_gates
     totals = (sum(parts) for parts in zip(*d_arrays, strict=True))
-    gradients = (*totals, None, g_cmp, g_slc, g_swa, None, None)
-    return Inputs(
-        *(None if d is None else d.astype(x.dtype) for d, x in zip(gradients, given, strict=True))  # pyright: ignore
+    gradients = (*totals, None, g_cmp, g_slc, g_swa, None, None, None)
+    return given._make(
+        None if d is None else d.astype(x.dtype)  # pyright: ignore
+        for d, x in zip(gradients, given, strict=True)
     )
 
 

@@ -53,7 +53,8 @@ class PairSizes:
     """The static sizes of a call; a unit is one key head of one batch row."""
 
     batch: int
-    length: int
+    length: int  # tokens that choose
+    keys: int  # tokens in all
     heads: int  # key heads
     group: int  # query heads of each
     slots: int  # blocks in the list of a token
@@ -90,13 +91,13 @@ class PairSizes:
         return x.reshape(self.batch, self.length, self.heads * self.group, -1)
 
     def split_keys(self, x: jax.Array) -> jax.Array:
-        """[b, t, k, d] -> [units, t and a block of padding, d]."""
+        """[b, keys, k, d] -> [units, keys and a block of padding, d]."""
         x = jnp.moveaxis(jnp.pad(x, ((0, 0), (0, self.block_size), (0, 0), (0, 0))), 2, 1)
         return x.reshape(self.units, *x.shape[2:])
 
     def join_keys(self, x: jax.Array) -> jax.Array:
         """The inverse of `split_keys`."""
-        x = x[:, : self.length].reshape(self.batch, self.heads, self.length, -1)
+        x = x[:, : self.keys].reshape(self.batch, self.heads, self.keys, -1)
         return jnp.moveaxis(x, 1, 2)
 
 
@@ -106,7 +107,8 @@ def pair_sizes(inputs: Inputs, spec: Spec, block_q: int) -> PairSizes:
     kv_heads, slots = inputs.block_indices.shape[2:]
     group, widest = heads // kv_heads, max(inputs.key.shape[3], inputs.value.shape[3])
     sequences = 1 if inputs.cu_seqlens is None else inputs.cu_seqlens.shape[0] - 1
-    blocks = -(-length // spec.block_size) + sequences
+    keys = inputs.key.shape[1]
+    blocks = -(-keys // spec.block_size) + sequences
     # Enough tokens to fill a tile of each block, if they choose evenly.
     chunk = block_q * max(8, -(-blocks // slots))
     most = min(_LARGEST_BUFFER // (group * widest), (2**31 - 1) // (blocks + 1)) // slots
@@ -114,6 +116,7 @@ def pair_sizes(inputs: Inputs, spec: Spec, block_q: int) -> PairSizes:
     return PairSizes(
         batch=batch,
         length=length,
+        keys=keys,
         heads=kv_heads,
         group=group,
         slots=slots,

@@ -24,6 +24,7 @@ def forward(inputs: Inputs, at: Tokens, spec: Spec, block_q: int) -> Branch:
     begin, number = xla_pairs.chosen_blocks(inputs, at, size)
     keys, values = size.split_keys(inputs.key), size.split_keys(value)
     queries = size.split_tokens(query)
+    first = 0 if inputs.query_start is None else inputs.query_start
 
     def attend(buffers: tuple, index: jax.Array) -> tuple[tuple, tuple[jax.Array, jax.Array]]:
         unit, chunk = divmod(index, size.chunks)
@@ -33,7 +34,7 @@ def forward(inputs: Inputs, at: Tokens, spec: Spec, block_q: int) -> Branch:
         def step(tile: PairTile, buffers: tuple) -> tuple:
             rows = _rows(mine, tile, size)
             logits = matmul("qh,kh->qk", rows, _block(keys, unit, tile, size), dtype)
-            visible = _visible(tile, chunk, size)
+            visible = _visible(tile, first, chunk, size)
             logits = jnp.where(visible, logits * spec.softmax_scale, jnp.finfo(dtype).min)
             row_max = logits.max(-1, keepdims=True)
             weights = jnp.exp(logits - row_max)
@@ -83,6 +84,7 @@ def backward(
     queries, d_outs = size.split_tokens(query), size.split_tokens(d_out)
     delta = (branch.out.astype(dtype) * d_out.astype(dtype)).sum(-1)
     deltas, lses = size.split_tokens(delta), size.split_tokens(jnp.swapaxes(branch.lse, 1, 2))
+    first = 0 if inputs.query_start is None else inputs.query_start
 
     def pull_back(carry: tuple, index: jax.Array) -> tuple[tuple, jax.Array]:
         unit, chunk = divmod(index, size.chunks)
@@ -95,7 +97,7 @@ def backward(
             block, v_block = (_block(x, unit, tile, size) for x in (keys, values))
             logits = matmul("qh,kh->qk", rows, block, dtype) * spec.softmax_scale
             d_weights = matmul("qv,kv->qk", d_rows, v_block, dtype)
-            visible = _visible(tile, chunk, size) & _repeat(tile.useful, size)[:, None]
+            visible = _visible(tile, first, chunk, size) & _repeat(tile.useful, size)[:, None]
             weights = jnp.where(visible, jnp.exp(logits - lse), 0.0)
             d_logits = (weights * (d_weights - delta)).astype(rows.dtype)
             weights = weights.astype(d_rows.dtype)
@@ -141,9 +143,12 @@ def _add(total: jax.Array, block: jax.Array, unit: Index, tile: PairTile) -> jax
     return lax.dynamic_update_slice(total, block, start)
 
 
-def _visible(tile: PairTile, chunk: Index, size: PairSizes) -> jax.Array:
-    """Which keys of the block are not after the token, [rows * group, block_size]."""
-    ahead = chunk * size.chunk + tile.token - tile.begin
+def _visible(tile: PairTile, first: Index, chunk: Index, size: PairSizes) -> jax.Array:
+    """Which keys of the block are not after the token, [rows * group, block_size].
+
+    `first` is the place of the first query among the keys.
+    """
+    ahead = first + chunk * size.chunk + tile.token - tile.begin
     return jnp.arange(size.block_size, dtype=jnp.int32) <= _repeat(ahead, size)[:, None]
 
 

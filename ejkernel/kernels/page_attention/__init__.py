@@ -8,5 +8,5 @@ OP = RAGGED_PAGE_ATTENTION.renamed(
     config=PageAttentionConfig,
     operands=("query", "key_pages", "value_pages", "kv_lens", "page_indices", "sinks"),
     shardable=frozenset("bnk"),
-    sharding_hints={},
+    sharding_hints={"p": RAGGED_PAGE_ATTENTION.sharding_hints["p"]},
 )

@@ -44,6 +44,7 @@ def page_attention(
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
     return_lse: Literal[False] = False,
+    axis_name: str | None = None,
     platform: str | None = None,
     cfg: PageAttentionConfig | None = None,
     mesh: Mesh | AbstractMesh | None = None,
@@ -68,6 +69,7 @@ def page_attention(
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
     return_lse: Literal[True],
+    axis_name: str | None = None,
     platform: str | None = None,
     cfg: PageAttentionConfig | None = None,
     mesh: Mesh | AbstractMesh | None = None,
@@ -92,6 +94,7 @@ def page_attention(
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
     return_lse: bool = False,
+    axis_name: str | None = None,
     platform: str | None = None,
     cfg: PageAttentionConfig | None = None,
     mesh: Mesh | AbstractMesh | None = None,
@@ -112,6 +115,13 @@ def page_attention(
     gives exactly 0. Slots that no query sees may hold anything. Time and memory follow the lengths,
     not the sizes of the table and the cache.
 
+    With `axis_name` the cache is split over a mesh axis of `n` devices: device `i` holds the pages
+    `[i * num_blocks / n, (i + 1) * num_blocks / n)`, and `block_tables` count all of them. Each
+    device attends to the pages that it holds, and the results are merged in float32. Called in a
+    `shard_map` over `axis_name`, the caches are this device's share, and query, lengths and tables
+    are the same on all of them; elsewhere arrays are whole, and are split over the axis of `mesh=`,
+    of `jax.set_mesh`, or of a surrounding `with mesh:`.
+
     Args:
         query: `[batch, 1, heads, head_dim]` or `[batch, heads, head_dim]`; with several queries for
             each sequence `[batch, queries, heads, head_dim]`.
@@ -131,10 +141,12 @@ def page_attention(
         k_scale: what cached keys are multiplied with, a number or `[kv_heads]`; may be traced.
         v_scale: the same for values.
         return_lse: also return the log-sum-exp.
+        axis_name: the mesh axis over which the pages are split; by default they are not.
         platform: "xla", "pallas", "triton", "cuda", or None for the best that supports the call.
         cfg: blocks and launch parameters; by default chosen for the call.
         mesh: run under `shard_map` over this mesh; batch and heads can be split.
-        in_specs: with `mesh`, the specs of query, key_cache and value_cache; the others follow.
+        in_specs: with `mesh`, the specs of query, key_cache and value_cache; the others follow. By
+            default with `axis_name`, only the pages are split.
         out_specs: the spec of the output; it follows from `in_specs`.
 
     Returns:
@@ -193,7 +205,7 @@ def page_attention(
         out_specs = _out_specs(out_specs)
     request = Request(platform, cfg, mesh, in_specs, out_specs)
     names = ("context_lens", "block_tables")
-    out, lse = attend(OP, PageSpec, query, cache, sequences, options, request, names)
+    out, lse = attend(OP, PageSpec, query, cache, sequences, options, request, names, axis_name)
     if alone:
         out = out.reshape(batch, *out.shape[2:])
     if not return_lse:

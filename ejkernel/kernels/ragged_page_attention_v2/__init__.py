@@ -15,4 +15,5 @@ OP = RAGGED_PAGE_ATTENTION.renamed(
         "num_seqs",
         "sinks",
     ),
+    sharding_hints={"t": RAGGED_PAGE_ATTENTION.sharding_hints["t"]},
 )

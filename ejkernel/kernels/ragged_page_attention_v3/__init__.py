@@ -2,6 +2,7 @@
 
 from ejkernel.kernels.ragged_page_attention_v3.config import RaggedPageAttentionv3Config
 from ejkernel.kernels.ragged_page_attention_v3.inputs import Outputs, sample
+from ejkernel.kernels.ragged_page_attention_v3.split_context import over_axis
 from ejkernel.ops.implementation import Op, Source
 from ejkernel.ops.platform import Backend, Platform
 
@@ -27,9 +28,14 @@ OP = Op(
         "sinks",
     ),
     shardable=frozenset("nk"),
+    sequence=frozenset("p"),
+    over_axis=over_axis,
     later_inputs=frozenset({"traced_window"}),
     bucketed=frozenset("btsjp"),
     grouped_axes={"k": "n"},
-    sharding_hints={"t": "; the sequences share one list of queries: split the heads"},
+    sharding_hints={
+        "t": "; the sequences share one list of queries: split the heads",
+        "p": "; axis_name= splits the pages",
+    },
     tuning_inputs=sample,
 )

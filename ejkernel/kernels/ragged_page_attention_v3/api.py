@@ -11,15 +11,16 @@ from jax.typing import ArrayLike
 
 from ejkernel.kernels.common.arguments import as_array
 from ejkernel.kernels.common.attention import sinks_per_head
-from ejkernel.kernels.common.paged import arguments
+from ejkernel.kernels.common.paged import LAYOUTS, arguments
 from ejkernel.kernels.common.paged.arguments import Cache, Options, Sequences
 from ejkernel.kernels.ragged_page_attention_v3 import OP
 from ejkernel.kernels.ragged_page_attention_v3.config import RaggedPageAttentionv3Config
 from ejkernel.kernels.ragged_page_attention_v3.inputs import APART, COMBINED, Outputs, Spec
-from ejkernel.ops import executor
+from ejkernel.ops import executor, split_axis
 from ejkernel.ops.executor import Request
 from ejkernel.ops.implementation import Op
 from ejkernel.ops.module import BoundFunction, Module, operation
+from ejkernel.ops.split_axis import SplitAxis
 
 # Where the axes of a ragged call's arrays stand in those of `Inputs` and `Outputs`.
 RAGGED, RAGGED_LSE = (None, 0, 1, 2), (None, 1, 0)
@@ -42,6 +43,7 @@ def ragged_page_attention_v3(
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
     return_lse: Literal[False] = False,
+    axis_name: str | None = None,
     platform: str | None = None,
     cfg: RaggedPageAttentionv3Config | None = None,
     mesh: Mesh | AbstractMesh | None = None,
@@ -67,6 +69,7 @@ def ragged_page_attention_v3(
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
     return_lse: Literal[True],
+    axis_name: str | None = None,
     platform: str | None = None,
     cfg: RaggedPageAttentionv3Config | None = None,
     mesh: Mesh | AbstractMesh | None = None,
@@ -92,6 +95,7 @@ def ragged_page_attention_v3(
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
     return_lse: bool = False,
+    axis_name: str | None = None,
     platform: str | None = None,
     cfg: RaggedPageAttentionv3Config | None = None,
     mesh: Mesh | AbstractMesh | None = None,
@@ -112,6 +116,13 @@ def ragged_page_attention_v3(
     a row of `query` that belongs to no sequence, gives exactly 0. Slots that no query sees may hold
     anything. Time and memory follow the lengths, not the sizes of the table and the cache.
 
+    With `axis_name` the cache is split over a mesh axis of `n` devices: device `i` holds the pages
+    `[i * pages / n, (i + 1) * pages / n)`, and `page_indices` count all of them. Each device
+    attends to the pages that it holds, and the results are merged in float32. Called in a
+    `shard_map` over `axis_name`, the pages are this device's share, and query, lengths and
+    `page_indices` are the same on all of them; elsewhere arrays are whole, and are split over the
+    axis of `mesh=`, of `jax.set_mesh`, or of a surrounding `with mesh:`.
+
     Args:
         query: `[tokens, heads, head_dim]`, the queries of all sequences one after the other.
         key_pages: `[pages, page_size, kv_heads, head_dim]`; `heads` is a multiple of `kv_heads`. In
@@ -131,10 +142,12 @@ def ragged_page_attention_v3(
         k_scale: what cached keys are multiplied with, a number or `[kv_heads]`; may be traced.
         v_scale: the same for values.
         return_lse: also return the log-sum-exp.
+        axis_name: the mesh axis over which the pages are split; by default they are not.
         platform: "xla", "pallas", "triton", "cuda", or None for the best that supports the call.
         cfg: blocks and launch parameters; by default chosen for the call.
         mesh: run under `shard_map` over this mesh; heads can be split.
-        in_specs: with `mesh`, the specs of query, key_pages and value_pages; the others follow.
+        in_specs: with `mesh`, the specs of query, key_pages and value_pages; the others follow. By
+            default with `axis_name`, only the pages are split.
         out_specs: the spec of the output; it follows from `in_specs`.
 
     Returns:
@@ -172,7 +185,7 @@ def ragged_page_attention_v3(
     )
     request = Request(platform, cfg, mesh, in_specs, out_specs)
     names = ("cu_seqlens_k", "page_indices")
-    out, lse = attend_ragged(OP, Spec, query, cache, sequences, options, request, names)
+    out, lse = attend_ragged(OP, Spec, query, cache, sequences, options, request, names, axis_name)
     return (out, lse) if return_lse else out
 
 
@@ -220,6 +233,7 @@ def attend_ragged(
     options: Options,
     request: Request,
     names: tuple[str, str],
+    axis_name: str | None = None,
 ) -> Outputs:
     """`attend` for queries [tokens, heads, head_dim], which become one row and back."""
     request = dataclasses.replace(
@@ -229,7 +243,7 @@ def attend_ragged(
         finish=without_rows,
     )
     rows = jax.lax.expand_dims(query, (0,))
-    return attend(op, spec_type, rows, cache, sequences, options, request, names)
+    return attend(op, spec_type, rows, cache, sequences, options, request, names, axis_name)
 
 
 def attend(
@@ -241,6 +255,7 @@ def attend(
     options: Options,
     request: Request,
     names: tuple[str, str],
+    axis_name: str | None = None,
 ) -> Outputs:
     """Check the arguments that the operations over pages share, and run the call.
 
@@ -248,7 +263,9 @@ def attend(
     """
     heads, head_dim = query.shape[2:]
     spec = spec_type(**arguments.statics(op.name, head_dim, options))
-    arguments.check_sequences(op.name, sequences, cache, spec.sliding_window, names)
+    split = _split(op.name, query, cache, options.kv_layout, request, axis_name)
+    whole = cache._replace(pages=split.whole(cache.pages))
+    arguments.check_sequences(op.name, sequences, whole, spec.sliding_window, names)
     layouts = COMBINED if cache.values is None else APART
     inputs = layouts[spec.kv_layout](
         query,
@@ -263,7 +280,37 @@ def attend(
     if 0 in (query.size, cache.keys.size, cache.value_dim, sequences.page_indices.size):
         nothing = nothing_seen(query, cache)
         return nothing if request.finish is None else request.finish(nothing)
+    if split.name is not None:
+        spec = dataclasses.replace(spec, float32_out=True)  # of each device, before they are merged
+    request = dataclasses.replace(
+        request, mesh=split.mesh, in_specs=split.in_specs, axis_name=split.name
+    )
     return executor.run(op, inputs, spec, request)
+
+
+def _split(
+    op: str,
+    query: jax.Array,
+    cache: Cache,
+    layout: str,
+    request: Request,
+    axis_name: str | None,
+) -> SplitAxis:
+    """Over which devices the pages are split, or are to be."""
+    arrays = {"query": query, cache.names[0]: cache.keys}
+    if cache.values is not None:
+        arrays[cache.names[1]] = cache.values
+    entries: list[str | None] = [None, None, None, None]
+    entries[LAYOUTS[layout].index("p")] = axis_name
+    return split_axis.resolve(
+        op,
+        axis_name,
+        arrays=arrays,
+        lengths={"pages": cache.pages},
+        specs=(PartitionSpec(), *[PartitionSpec(*entries)] * (len(arrays) - 1)),
+        mesh=request.mesh,
+        in_specs=request.in_specs,
+    )
 
 
 def nothing_seen(query: jax.Array, cache: Cache) -> Outputs:

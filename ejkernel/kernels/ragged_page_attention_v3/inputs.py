@@ -7,7 +7,7 @@ cache is shared.
 """
 
 import dataclasses
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -87,7 +87,8 @@ class Outputs(NamedTuple):
     """The results of a call, which are also what its backward pass needs.
 
     Attributes:
-        out: the attention output, in the dtype of the query; 0 for a query of no sequence.
+        out: the attention output, in the dtype of the query, or in that of the log-sum-exp where
+            the call asks for it; 0 for a query of no sequence.
         lse: the natural log-sum-exp of the logits of the visible keys, sinks not counted, in
             float32 (float64 for float64 inputs); -inf for a query that sees nothing.
     """
@@ -98,7 +99,11 @@ class Outputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Spec:
-    """The static arguments of a call; `config` is the configuration class of its op."""
+    """The static arguments of a call; `config` is the configuration class of its op.
+
+    With `float32_out` the output has the dtype of the log-sum-exp: a partial result, which is
+    merged with those of other devices.
+    """
 
     config: ClassVar[type[PagedConfig]] = RaggedPageAttentionv3Config
 
@@ -106,6 +111,17 @@ class Spec:
     logits_soft_cap: float | None = None
     sliding_window: int | None = None
     kv_layout: str = "NHD"
+    float32_out: bool = False
+
+    def describe(self) -> dict[str, Any]:
+        """What a configuration may depend on: all but the dtype of the output."""
+        fields = dataclasses.asdict(self)
+        del fields["float32_out"]
+        return {type(self).__name__: fields}
+
+    def out_dtype(self, query: np.dtype) -> np.dtype:
+        """The dtype of the output of a call with queries of this dtype."""
+        return jnp.promote_types(query, jnp.float32) if self.float32_out else query
 
 
 def sample(inputs: Inputs, drawn: Inputs, spec: Spec) -> Inputs:

@@ -48,7 +48,7 @@ def forward(
         weights = weights * jax.nn.sigmoid(lse - sinks)
     out = round(jnp.einsum("bntj,btjnv->btnv", round(weights), value))
     lse = jnp.where(some, lse, -jnp.inf)[..., 0]
-    return Outputs(out.astype(inputs.query.dtype), lse)
+    return Outputs(out.astype(spec.out_dtype(inputs.query.dtype)), lse)
 
 
 def _by_sequence(inputs: Inputs, spec: Spec) -> tuple[jax.Array, jax.Array]:

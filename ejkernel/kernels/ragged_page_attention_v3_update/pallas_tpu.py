@@ -67,11 +67,6 @@ def why_not(inputs: Inputs, spec: Spec, device: Device) -> str | None:
     return None
 
 
-def heuristic(inputs: Inputs, spec: Spec, device: Device | None) -> PagedConfig:
-    """The empty configuration: the attention chooses for the device."""
-    return spec.config()
-
-
 def candidates(inputs: Inputs, spec: Spec, device: Device) -> list[PagedConfig]:
     """The candidates of the attention."""
     return attention.candidates(attention_call(inputs, spec), spec, device)
@@ -334,7 +329,7 @@ IMPLEMENTATION = Implementation(
         run=run_forward,
         features=KERNEL_FEATURES,
         why_not=why_not,
-        heuristic=heuristic,
+        heuristic=attention.heuristic,
         candidates=candidates,
     ),
 )

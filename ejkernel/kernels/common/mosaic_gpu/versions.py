@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from ejkernel.kernels.common.refs import Ref
+from ejkernel.ops.meshes import vary_as
 
 # Whether the interpreter looks for accesses that no barrier orders, which takes some time.
 detect_races = False
@@ -47,7 +48,7 @@ def kernel(
     options = {}
     if interpreted:
         options["interpret"] = plgpu.InterpretGPUParams(detect_races=detect_races)
-    return plgpu.kernel(
+    call = plgpu.kernel(
         body,
         out_type=out_type,
         scratch_types=scratch_types,
@@ -62,6 +63,8 @@ def kernel(
         thread_name="warpgroup",
         **options,
     )
+    # It says nothing of the mesh axes over which its results differ.
+    return lambda *operands: jax.tree.map(lambda x: vary_as(x, *operands), call(*operands))
 
 
 def load(ref: Ref, layout: Any) -> jax.Array:

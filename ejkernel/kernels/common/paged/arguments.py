@@ -40,8 +40,12 @@ class Options(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """The arrays of a KV cache, checked; `keys` alone where it is combined."""
+    """The arrays of a KV cache, checked; `keys` alone where it is combined.
 
+    `names` are those that the caller knows them by.
+    """
+
+    names: tuple[str, ...]
     keys: jax.Array
     values: jax.Array | None
     pages: int
@@ -126,7 +130,7 @@ def cache(
         )
     values = found[rest[0]] if rest else None
     value_dim = head_dim if values is None else values.shape[-1]
-    return Cache(keys, values, sizes["p"], sizes["c"], sizes["k"], value_dim)
+    return Cache(tuple(found), keys, values, sizes["p"], sizes["c"], sizes["k"], value_dim)
 
 
 def _other_layouts(layout: str, shape: tuple[int, ...], heads: int, combined: bool) -> str:

@@ -29,7 +29,7 @@ from jax.typing import DTypeLike
 
 from ejkernel import settings
 from ejkernel.kernels.common.triton.device_types import StaticArguments
-from ejkernel.ops.meshes import varying_axes
+from ejkernel.ops.meshes import vary_as
 from ejkernel.ops.platform import Device
 
 _MIN_COMPUTE_CAPABILITY = (8, 0)
@@ -137,10 +137,7 @@ def launch(
     request = _LaunchRequest(function, arrays, outputs, static, config, dict(aliases or {}))
     results = _interpret(request) if settings.interpret() else _call_triton(request, device)
     # Triton knows nothing of shard_map: say over which mesh axes the results differ.
-    axes = frozenset().union(*map(varying_axes, arrays))
-    if axes:
-        results = [jax.lax.pcast(x, tuple(axes), to="varying") for x in results]
-    return list(results)
+    return [vary_as(x, *arrays) for x in results]
 
 
 def interpreted_after(x: jax.Array, earlier: jax.Array) -> jax.Array:

@@ -7,16 +7,21 @@ chunks at once.
 """
 
 import dataclasses
+import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels.common.triton import bridge
+from ejkernel.kernels.common.triton.bridge import LaunchConfig
 from ejkernel.kernels.gla_attention.config import GLAttentionConfig
 from ejkernel.kernels.gla_attention.inputs import Inputs, Outputs, Spec
 from ejkernel.kernels.gla_attention.triton import backward, configs, decode, forward, states
 from ejkernel.kernels.gla_attention.triton.operands import (
+    LinearStatic,
+    TokenLists,
     covered_tokens,
     static_arguments,
     token_lists,
@@ -32,12 +37,7 @@ def run_forward(
     """Output of every token, state after every sequence."""
     if decode.is_decoding(inputs):
         return Outputs(*decode.decode(inputs, spec, device)), Residuals()
-    tiles = configs.tiles_of(inputs, params)
-    segment = configs.segment_tokens(inputs, tiles, device)
-    lists = token_lists(inputs, spec.reverse, tiles.chunk, segment)
-    static = static_arguments(inputs, spec, segment, *tiles[:3])
-    tiled = static.tiled(*configs.state_tile(inputs))
-    run = tiles.launch, device
+    lists, static, tiled, run = _shared_arguments(inputs, spec, params, device)
     operands = forward.chunk_operands(inputs, lists, static, *run)
     entered = states.states_before_segments(
         (operands.key, inputs.value), operands.decays, inputs.initial_state, lists, tiled, *run
@@ -56,12 +56,7 @@ def run_backward(
     device: Device,
 ) -> Inputs:
     """Gradients, shaped like the inputs; None where there is none."""
-    tiles = configs.tiles_of(inputs, params)
-    segment = configs.segment_tokens(inputs, tiles, device)
-    lists = token_lists(inputs, spec.reverse, tiles.chunk, segment)
-    static = static_arguments(inputs, spec, segment, *tiles[:3])
-    tiled = static.tiled(*configs.state_tile(inputs))
-    run = tiles.launch, device
+    lists, static, tiled, run = _shared_arguments(inputs, spec, params, device)
     d_out = d_outputs.out.astype(inputs.query.dtype)
 
     operands = forward.chunk_operands(inputs, lists, static, *run)
@@ -98,6 +93,29 @@ def run_backward(
     )
     given = inputs._replace(cu_seqlens=None)
     return jax.tree.map(lambda d, x: d.astype(x.dtype), gradients, given)
+
+
+class _SharedArguments(NamedTuple):
+    """What the launches of a call take besides its arrays."""
+
+    lists: TokenLists
+    static: LinearStatic
+    tiled: LinearStatic  # of the kernels that have a tile of the state of their own
+    run: tuple[LaunchConfig, Device]
+
+
+def _shared_arguments(
+    inputs: Inputs, spec: Spec, params: GLAttentionConfig, device: Device
+) -> _SharedArguments:
+    tiles = configs.tiles_of(inputs, params)
+    segment = configs.segment_tokens(inputs, tiles, device)
+    static = static_arguments(inputs, spec, segment, *tiles[:3])
+    return _SharedArguments(
+        token_lists(inputs, spec.reverse, tiles.chunk, segment),
+        static,
+        static.tiled(*configs.state_tile(inputs)),
+        (tiles.launch, device),
+    )
 
 
 def _covered(x: jax.Array, inputs: Inputs) -> jax.Array:
@@ -140,23 +158,22 @@ def why_not(inputs: Inputs, spec: Spec, device: Device) -> str | None:
     return bridge.why_not(device, *dtypes, *(x.dtype for x in others if x is not None))
 
 
-_FEATURES = frozenset({"cu_seqlens", "g_gamma", "gate", "initial_state", "reverse"})
+_pass = functools.partial(
+    Pass,
+    features=frozenset({"cu_seqlens", "g_gamma", "gate", "initial_state", "reverse"}),
+    why_not=why_not,
+    yields_to=yields_to_xla,
+)
 
 IMPLEMENTATION = Implementation(
-    forward=Pass(
+    forward=_pass(
         run=run_forward,
-        features=_FEATURES,
-        why_not=why_not,
         heuristic=configs.heuristic_forward,
         candidates=configs.candidates_forward,
-        yields_to=yields_to_xla,
     ),
-    backward=Pass(
+    backward=_pass(
         run=run_backward,
-        features=_FEATURES,
-        why_not=why_not,
         heuristic=configs.heuristic_backward,
         candidates=configs.candidates_backward,
-        yields_to=yields_to_xla,
     ),
 )

@@ -23,6 +23,7 @@ from ejkernel.kernels.gla_attention.inputs import Inputs
 from ejkernel.kernels.gla_attention.triton.forward import (
     ChunkOperands,
     anchored,
+    chunk_position,
     load_chunk,
     load_scores,
     load_scores_transposed,
@@ -188,10 +189,7 @@ def value_kernel(
     """Columns of the gradient of the values of one key head in one chunk."""
     program = tl.program_id(0)
     column = program % static.column_blocks * static.block_columns
-    program = program // static.column_blocks
-    head = program % static.kv_heads
-    chunk = program // static.kv_heads % static.chunks
-    batch = program // (static.kv_heads * static.chunks)
+    batch, chunk, head = chunk_position(program // static.column_blocks, static.kv_heads, static)
     token, length = load_chunk(chunks, batch, chunk, static)
     if length > 0:
         rows = token_rows(batch, token, static)
@@ -265,10 +263,7 @@ def score_gradient_kernel(
     chunks: Pointer, value: Pointer, d_out: Pointer, d_scores: Pointer, static: LinearStatic
 ):
     """The gradient of the scores of one head in one chunk."""
-    program = tl.program_id(0)
-    head = program % static.heads
-    chunk = program // static.heads % static.chunks
-    batch = program // (static.heads * static.chunks)
+    batch, chunk, head = chunk_position(tl.program_id(0), static.heads, static)
     token, length = load_chunk(chunks, batch, chunk, static)
     if length > 0:
         rows = token_rows(batch, token, static)
@@ -349,10 +344,8 @@ def strong_key_kernel(
 def _block_indices(program: Scalar, static: LinearStatic):
     """Batch row, chunk, key head and block of rows of a program."""
     row_block = program % static.row_blocks
-    program = program // static.row_blocks
-    head = program % static.kv_heads
-    chunk = program // static.kv_heads % static.chunks
-    return program // (static.kv_heads * static.chunks), chunk, head, row_block
+    batch, chunk, head = chunk_position(program // static.row_blocks, static.kv_heads, static)
+    return batch, chunk, head, row_block
 
 
 @triton_jit

@@ -25,6 +25,7 @@ from ejkernel.kernels.gla_attention.triton.states import (
     load_entered,
     load_segment,
     load_total,
+    segment_position,
     store_state,
     store_total,
     unused,
@@ -32,6 +33,7 @@ from ejkernel.kernels.gla_attention.triton.states import (
 from ejkernel.kernels.gla_attention.triton.tokens import (
     channel_end,
     channel_start,
+    chunk_rows,
     head_end,
     head_start,
     head_total,
@@ -145,10 +147,7 @@ def score_kernel(
     static: LinearStatic,
 ):  # fmt: skip
     """The decayed queries, keys and products of one head in one chunk."""
-    program = tl.program_id(0)
-    head = program % static.heads
-    chunk = program // static.heads % static.chunks
-    batch = program // (static.heads * static.chunks)
+    batch, chunk, head = chunk_position(tl.program_id(0), static.heads, static)
     token, length = load_chunk(chunks, batch, chunk, static)
     if length > 0:
         kv_head = head // static.group
@@ -225,10 +224,7 @@ def output_kernel(
     """Columns of the outputs of one segment, chunk by chunk with the state in registers."""
     program = tl.program_id(0)
     column = program % static.column_blocks * static.block_columns
-    program = program // static.column_blocks
-    head = program % static.kv_heads
-    segment = program // static.kv_heads % static.segments
-    batch = program // (static.kv_heads * static.segments)
+    batch, segment, head = segment_position(program // static.column_blocks, static)
     token, length, sequence, first_chunk, flags = load_segment(segments, batch, segment, static)
     if length > 0:
         state = load_entered(
@@ -239,12 +235,7 @@ def output_kernel(
         if static.gamma:
             gamma_value = load_gamma(gamma, batch, head, static)
         for chunk in range((length + static.chunk - 1) // static.chunk):
-            offset = chunk * static.chunk
-            valid = tl.minimum(length - offset, static.chunk)
-            if static.reverse:
-                rows = token_rows(batch, token - offset, static)
-            else:
-                rows = token_rows(batch, token + offset, static)
+            rows, valid = chunk_rows(batch, token, length, chunk, static)
             if static.channel:
                 state = _channel_step(
                     state, query, key, value, gate, scores, out, rows, valid, batch,
@@ -336,6 +327,14 @@ def _channel_step(
     total = load_total(totals, at, 0, static.block_rows, static)
     state = state * tl.exp(total)[:, None]
     return tl.dot(tl.trans(k), v, state, input_precision=static.precision)
+
+
+@triton_jit
+def chunk_position(program: Scalar, heads: tl.constexpr, static: LinearStatic):
+    """Batch row, chunk and head of a program."""
+    head = program % heads
+    chunk = program // heads % static.chunks
+    return program // (heads * static.chunks), chunk, head
 
 
 @triton_jit

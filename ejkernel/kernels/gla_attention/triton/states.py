@@ -23,6 +23,7 @@ from ejkernel.kernels.common.triton.device_types import Pointer, Scalar, Tensor
 from ejkernel.kernels.gla_attention.inputs import Inputs
 from ejkernel.kernels.gla_attention.triton.operands import LinearStatic, TokenLists
 from ejkernel.kernels.gla_attention.triton.tokens import (
+    chunk_rows,
     head_end,
     head_start,
     head_total,
@@ -30,7 +31,6 @@ from ejkernel.kernels.gla_attention.triton.tokens import (
     load_head_gates,
     load_tokens,
     load_transposed,
-    token_rows,
 )
 from ejkernel.ops.platform import Device
 
@@ -164,9 +164,7 @@ def recurrence_kernel(
     column = program % static.column_blocks * static.block_columns
     row = program // static.column_blocks % static.row_blocks * static.block_rows
     program = program // (static.column_blocks * static.row_blocks)
-    head = program % static.kv_heads
-    segment = program // static.kv_heads % static.segments
-    batch = program // (static.kv_heads * static.segments)
+    batch, segment, head = segment_position(program, static)
     token, length, sequence, first_chunk, flags = load_segment(segments, batch, segment, static)
 
     wanted = length > 0
@@ -189,12 +187,7 @@ def recurrence_kernel(
             chunk = i
             if static.backward_in_time:
                 chunk = count - 1 - i
-            offset = chunk * static.chunk
-            valid = tl.minimum(length - offset, static.chunk)
-            if static.reverse:
-                rows = token_rows(batch, token - offset, static)
-            else:
-                rows = token_rows(batch, token + offset, static)
+            rows, valid = chunk_rows(batch, token, length, chunk, static)
             at = (batch.to(tl.int64) * static.chunks + first_chunk + chunk) * static.kv_heads + head
             if not static.local:
                 store_state(
@@ -293,6 +286,14 @@ def scan_kernel(
         # After the last segment of a sequence, and where there is none, nothing was written.
         continues = (length > 0) & ((flags & static.flag_of_last) == 0)
         state = tl.where(continues, local, state)
+
+
+@triton_jit
+def segment_position(program: Scalar, static: LinearStatic):
+    """Batch row, segment and key head of a program."""
+    head = program % static.kv_heads
+    segment = program // static.kv_heads % static.segments
+    return program // (static.kv_heads * static.segments), segment, head
 
 
 @triton_jit

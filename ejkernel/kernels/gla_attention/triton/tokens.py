@@ -39,6 +39,18 @@ def token_rows(batch: Scalar, token: Scalar, static: LinearStatic):
 
 
 @triton_jit
+def chunk_rows(batch: Scalar, token: Scalar, length: Scalar, chunk: Scalar, static: LinearStatic):
+    """`token_rows` of a chunk of the segment that begins at `token`, and how many are valid."""
+    offset = chunk * static.chunk
+    valid = tl.minimum(length - offset, static.chunk)
+    if static.reverse:
+        rows = token_rows(batch, token - offset, static)
+    else:
+        rows = token_rows(batch, token + offset, static)
+    return rows, valid
+
+
+@triton_jit
 def load_tokens(
     x: Pointer, rows: Tensor, length: Scalar, head: Scalar, first: Scalar,
     heads: tl.constexpr, width: tl.constexpr, block: tl.constexpr, static: LinearStatic,

@@ -38,6 +38,7 @@ from ejkernel.kernels.grouped_matmul.pallas_tpu.schedule import (
     state_of,
     weight_of,
 )
+from ejkernel.ops.meshes import result_shape
 from ejkernel.types.block_map import EMPTY, FULL
 
 
@@ -71,6 +72,7 @@ def gmm(
         return (weight, k_index, column) if axis == 1 else (weight, column, k_index)
 
     weight_block = (tiles.block_k, tiles.block_n) if axis == 1 else (tiles.block_n, tiles.block_k)
+    operands = (*schedule.scalars(), rows, weights)
     return pl.pallas_call(
         kernel.run,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -86,14 +88,14 @@ def gmm(
             ),
             scratch_shapes=[pltpu.VMEM((tiles.block_m, tiles.block_n), jnp.float32)],
         ),
-        out_shape=jax.ShapeDtypeStruct((total, n), dtype),
+        out_shape=result_shape((total, n), dtype, *operands),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),
             vmem_limit_bytes=tiles.vmem_bytes,
             disable_bounds_checks=True,  # the schedule names no block outside of the arrays
         ),
         interpret=settings.interpret(),
-    )(*schedule.scalars(), rows, weights)[:count]
+    )(*operands)[:count]
 
 
 class _ForwardKernel(NamedTuple):

@@ -34,6 +34,7 @@ from ejkernel.kernels.grouped_matmul.pallas_tpu.schedule import (
     state_of,
     weight_of,
 )
+from ejkernel.ops.meshes import result_shape
 from ejkernel.types.block_map import EMPTY, FULL
 
 
@@ -53,6 +54,7 @@ def tgmm(
     schedule = schedule_rows(layout, total, tiles.block_m, by_weight=True)
     block = (tiles.block_k, tiles.block_n)
 
+    operands = (*schedule.scalars(), left, right)
     return pl.pallas_call(
         _weight_grad_kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -74,14 +76,14 @@ def tgmm(
             ),
             scratch_shapes=[] if dtype == jnp.float32 else [pltpu.VMEM(block, jnp.float32)],
         ),
-        out_shape=jax.ShapeDtypeStruct((layout.starts.shape[0], *shape), dtype),
+        out_shape=result_shape((layout.starts.shape[0], *shape), dtype, *operands),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"),
             vmem_limit_bytes=tiles.vmem_bytes,
             disable_bounds_checks=True,  # the schedule names no block outside of the arrays
         ),
         interpret=settings.interpret(),
-    )(*schedule.scalars(), left, right)
+    )(*operands)
 
 
 def _weight_grad_kernel(

@@ -213,11 +213,8 @@ def _launch_config(rows: int, static: PoolingStatic, tiles: TritonTileConfig) ->
 @triton_jit
 def sum_padded_kernel(x: Pointer, mask: Pointer, out: Pointer, static: PoolingStatic):
     """The sum, or the mean, of the valid ones of a block of tokens, for a block of columns."""
-    program = tl.program_id(0)
-    column = program % static.column_blocks * static.block_columns
-    block = program // static.column_blocks
-    row = (block // static.token_blocks).to(tl.int64)
-    first = block % static.token_blocks * static.block_tokens
+    row, block, column = _position(tl.program_id(0), static)
+    first = block * static.block_tokens
     count = tl.minimum(static.tokens - first, static.block_tokens)
     token = row * static.tokens + first
     tokens = x + token * static.columns
@@ -226,16 +223,14 @@ def sum_padded_kernel(x: Pointer, mask: Pointer, out: Pointer, static: PoolingSt
         if static.has_mask:
             count = tl.maximum(valid, 1)
         sums = sums / count.to(tl.float32)
-    _store_row(out + block.to(tl.int64) * static.columns, sums, column, static)
+    part = (tl.program_id(0) // static.column_blocks).to(tl.int64)  # of those of all rows
+    _store_row(out + part * static.columns, sums, column, static)
 
 
 @triton_jit
 def sum_packed_kernel(x: Pointer, boundaries: Pointer, partials: Pointer, static: PoolingStatic):
     """The sums of a block of tokens with each sequence that it meets, for a block of columns."""
-    program = tl.program_id(0)
-    column = program % static.column_blocks * static.block_columns
-    block = program // static.column_blocks % static.token_blocks
-    row = (program // (static.column_blocks * static.token_blocks)).to(tl.int64)
+    row, block, column = _position(tl.program_id(0), static)
     if not static.one_boundaries:
         boundaries += row * (static.sequences + 1)
     partials += row * (static.parts * static.columns)
@@ -290,11 +285,8 @@ def spread_kernel(
     d_out: Pointer, mask: Pointer, counts: Pointer, d_x: Pointer, static: PoolingStatic
 ):
     """The gradient of a block of tokens, for a block of columns."""
-    program = tl.program_id(0)
-    column = program % static.column_blocks * static.block_columns
-    block = program // static.column_blocks
-    row = (block // static.token_blocks).to(tl.int64)
-    first = block % static.token_blocks * static.block_tokens
+    row, block, column = _position(tl.program_id(0), static)
+    first = block * static.block_tokens
     count = static.tokens
     if static.has_mask:
         count = tl.maximum(tl.load(counts + row), 1)
@@ -307,10 +299,7 @@ def spread_kernel(
 @triton_jit
 def spread_packed_kernel(d_out: Pointer, boundaries: Pointer, d_x: Pointer, static: PoolingStatic):
     """The gradient of a block of tokens, sequence after sequence, for a block of columns."""
-    program = tl.program_id(0)
-    column = program % static.column_blocks * static.block_columns
-    block = program // static.column_blocks % static.token_blocks
-    row = (program // (static.column_blocks * static.token_blocks)).to(tl.int64)
+    row, block, column = _position(tl.program_id(0), static)
     if not static.one_boundaries:
         boundaries += row * (static.sequences + 1)
     d_out += row * (static.sequences * static.columns)
@@ -335,6 +324,15 @@ def spread_packed_kernel(d_out: Pointer, boundaries: Pointer, d_x: Pointer, stat
             _store_rows(tokens, boundaries, value, column, stop - start, static)
         start = tl.maximum(stop, start)
         sequence += 1
+
+
+@triton_jit
+def _position(program: Scalar, static: PoolingStatic):
+    """Row, block of tokens in it, and first column of a program."""
+    column = program % static.column_blocks * static.block_columns
+    block = program // static.column_blocks
+    row = (block // static.token_blocks).to(tl.int64)
+    return row, block % static.token_blocks, column
 
 
 @triton_jit

@@ -113,7 +113,7 @@ def run_backward(
             totals = [x + d.astype(dtype) for x, d in zip(totals, pulled, strict=True)]
 
     g_slc, g_cmp, g_swa = d_gates
-    gradients = (*totals, None, g_cmp, g_slc, g_swa, None, None)
+    gradients = (*totals, None, g_cmp, g_slc, g_swa, None, None, None)
     return Inputs(
         *(None if d is None else d.astype(x.dtype) for d, x in zip(gradients, inputs, strict=True))  # pyright: ignore
     )

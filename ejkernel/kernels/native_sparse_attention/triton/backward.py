@@ -25,11 +25,17 @@ from ejkernel.kernels.native_sparse_attention.triton.operands import (
     SelectedStaticArguments,
 )
 from ejkernel.kernels.native_sparse_attention.triton.tile import (
-    load_keys,
+    first_query,
+    head_pointers,
+    load_key_tile,
     load_rows,
     load_span,
+    load_value_tile,
     store_rows,
+    tile_list,
     tile_position,
+    tile_rows,
+    tile_tokens,
     visible_keys,
 )
 from ejkernel.ops.platform import Device
@@ -120,25 +126,16 @@ def dq_kernel(
 ):  # fmt: skip
     """Gradient of a tile of queries."""
     tile, head_block, kv_head, batch = tile_position(tl.program_id(0), static)
-    listed = tl.cast((batch * static.kv_heads + kv_head) * static.tiles + tile, tl.int64)
-    count = tl.load(counts + listed)
-    spans += listed * (2 * static.slots)
-    members += listed * (static.slots * static.words)
-    tile_start = tl.load(tiles + tile)
-    tile_end = tl.load(tiles + static.tiles + tile)
-    row_start = tl.cast(batch, tl.int64) * static.length
-    q_start = (row_start + tile_start) * static.heads + kv_head * static.group
+    count, spans, members = tile_list(tile, kv_head, batch, counts, spans, members, static)
+    tile_start, tile_end = tile_tokens(tile, tiles, static)
+    q_start = first_query(batch, tile_start, kv_head, static)
     query += q_start * static.head_dim
     d_query += q_start * static.head_dim
     d_out += q_start * static.value_dim
-    key += row_start * static.k_stride + kv_head * static.head_dim
-    value += row_start * static.v_stride + kv_head * static.value_dim
+    key, value = head_pointers(key, value, batch, kv_head, static)
 
-    member = tl.arange(0, static.rows) // static.head_block
-    head = head_block * static.head_block + tl.arange(0, static.rows) % static.head_block
+    member, row, inside = tile_rows(tile_start, tile_end, head_block, static)
     token = tile_start + member
-    inside = (token < tile_end) & (head < static.group)
-    row = member * static.heads + head
     q = load_rows(query, row, inside, static.head_dim, static.head_width)
     d_o = load_rows(d_out, row, inside, static.value_dim, static.value_width)
     row_lse = tl.load(lse + q_start + row, mask=inside, other=float("inf"))
@@ -149,13 +146,8 @@ def dq_kernel(
         start, end = next_start, next_end
         # Prefetched a step ahead, so that no load waits for its own address.
         next_start, next_end = load_span(step + 1, count, spans, tile_end, static)
-        k = load_keys(
-            key, start, end, static.k_stride, static.head_dim, static.head_width, static.block_k
-        )
-        v = load_keys(
-            value, start, end, static.v_stride, static.value_dim, static.value_width,
-            static.block_k,
-        )  # fmt: skip
+        k = load_key_tile(key, start, end, static)
+        v = load_value_tile(value, start, end, static)
         x = tl.dot(q, tl.trans(k), input_precision=static.precision) * static.exp2_scale
         d_weights = tl.dot(d_o, tl.trans(v), input_precision=static.precision)
         visible = visible_keys(step, start, end, token, member, members, static)
@@ -183,19 +175,13 @@ def dkdv_kernel(
         offset = tl.program_id(0) % static.steps * static.block_k
         number = block % static.numbers
         kv_head = block // static.numbers % static.kv_heads
-        row_start = tl.cast(block // (static.numbers * static.kv_heads), tl.int64) * static.length
+        batch = block // (static.numbers * static.kv_heads)
         start = tl.load(key_spans + number) + offset
         end = tl.load(key_spans + static.numbers + number)
-        key += row_start * static.k_stride + kv_head * static.head_dim
-        value += row_start * static.v_stride + kv_head * static.value_dim
-        k = load_keys(
-            key, start, end, static.k_stride, static.head_dim, static.head_width, static.block_k
-        )
-        v = load_keys(
-            value, start, end, static.v_stride, static.value_dim, static.value_width,
-            static.block_k,
-        )  # fmt: skip
-        q_start = row_start * static.heads + kv_head * static.group
+        key, value = head_pointers(key, value, batch, kv_head, static)
+        k = load_key_tile(key, start, end, static)
+        v = load_value_tile(value, start, end, static)
+        q_start = first_query(batch, 0, kv_head, static)
         d_k, d_v = _accumulate_list(
             k, v, start, end, query + q_start * static.head_dim, d_out + q_start * static.value_dim,
             lse + q_start, delta + q_start, tokens + first, last - first, static,

@@ -19,11 +19,17 @@ from ejkernel.kernels.native_sparse_attention.triton.configs import SelectedTile
 from ejkernel.kernels.native_sparse_attention.triton.lists import TileLists
 from ejkernel.kernels.native_sparse_attention.triton.operands import SelectedStaticArguments
 from ejkernel.kernels.native_sparse_attention.triton.tile import (
-    load_keys,
+    first_query,
+    head_pointers,
+    load_key_tile,
     load_rows,
     load_span,
+    load_value_tile,
     store_rows,
+    tile_list,
     tile_position,
+    tile_rows,
+    tile_tokens,
     visible_keys,
 )
 from ejkernel.ops.platform import Device
@@ -62,25 +68,16 @@ def forward_kernel(
 ):  # fmt: skip
     """Output and log-sum-exp of a tile of queries."""
     tile, head_block, kv_head, batch = tile_position(tl.program_id(0), static)
-    listed = tl.cast((batch * static.kv_heads + kv_head) * static.tiles + tile, tl.int64)
-    count = tl.load(counts + listed)
-    spans += listed * (2 * static.slots)
-    members += listed * (static.slots * static.words)
-    tile_start = tl.load(tiles + tile)
-    tile_end = tl.load(tiles + static.tiles + tile)
-    row_start = tl.cast(batch, tl.int64) * static.length
-    q_start = (row_start + tile_start) * static.heads + kv_head * static.group
+    count, spans, members = tile_list(tile, kv_head, batch, counts, spans, members, static)
+    tile_start, tile_end = tile_tokens(tile, tiles, static)
+    q_start = first_query(batch, tile_start, kv_head, static)
     query += q_start * static.head_dim
     out += q_start * static.value_dim
     lse += q_start
-    key += row_start * static.k_stride + kv_head * static.head_dim
-    value += row_start * static.v_stride + kv_head * static.value_dim
+    key, value = head_pointers(key, value, batch, kv_head, static)
 
-    member = tl.arange(0, static.rows) // static.head_block
-    head = head_block * static.head_block + tl.arange(0, static.rows) % static.head_block
+    member, row, inside = tile_rows(tile_start, tile_end, head_block, static)
     token = tile_start + member
-    inside = (token < tile_end) & (head < static.group)
-    row = member * static.heads + head
     q = load_rows(query, row, inside, static.head_dim, static.head_width)
     acc = tl.full([static.rows, static.value_width], 0.0, tl.float32)
     # The running max starts at a finite number: -inf minus it is -inf, not NaN.
@@ -91,9 +88,7 @@ def forward_kernel(
         start, end = next_start, next_end
         # Prefetched a step ahead, so that no load waits for its own address.
         next_start, next_end = load_span(step + 1, count, spans, tile_end, static)
-        k = load_keys(
-            key, start, end, static.k_stride, static.head_dim, static.head_width, static.block_k
-        )
+        k = load_key_tile(key, start, end, static)
         x = tl.dot(q, tl.trans(k), input_precision=static.precision) * static.exp2_scale
         visible = visible_keys(step, start, end, token, member, members, static)
         x = tl.where(visible, x, float("-inf"))
@@ -101,10 +96,7 @@ def forward_kernel(
         weights = tl.exp2(x - new_max[:, None])
         alpha = tl.exp2(row_max - new_max)
         row_sum = row_sum * alpha + tl.sum(weights, 1)
-        v = load_keys(
-            value, start, end, static.v_stride, static.value_dim, static.value_width,
-            static.block_k,
-        )  # fmt: skip
+        v = load_value_tile(value, start, end, static)
         acc = acc * alpha[:, None]
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=static.precision)
         row_max = new_max

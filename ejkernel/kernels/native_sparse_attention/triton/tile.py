@@ -26,6 +26,55 @@ def tile_position(program: Scalar, static: SelectedStaticArguments):
 
 
 @triton_jit
+def tile_list(
+    tile: Scalar, kv_head: Scalar, batch: Scalar, counts: Pointer, spans: Pointer,
+    members: Pointer, static: SelectedStaticArguments,
+):  # fmt: skip
+    """The list of a tile: how many blocks, their spans, and which tokens have chosen them."""
+    at = tl.cast((batch * static.kv_heads + kv_head) * static.tiles + tile, tl.int64)
+    count = tl.load(counts + at)
+    return count, spans + at * (2 * static.slots), members + at * (static.slots * static.words)
+
+
+@triton_jit
+def tile_tokens(tile: Scalar, tiles: Pointer, static: SelectedStaticArguments):
+    """The first token of a tile, and the end of its tokens."""
+    return tl.load(tiles + tile), tl.load(tiles + static.tiles + tile)
+
+
+@triton_jit
+def tile_rows(
+    tile_start: Scalar, tile_end: Scalar, head_block: Scalar, static: SelectedStaticArguments
+):
+    """Of each row of a tile its token, counted from the first one, its query, and if it is inside.
+
+    Queries are counted from the `first_query` of the tile.
+    """
+    member = tl.arange(0, static.rows) // static.head_block
+    head = head_block * static.head_block + tl.arange(0, static.rows) % static.head_block
+    inside = (tile_start + member < tile_end) & (head < static.group)
+    return member, member * static.heads + head, inside
+
+
+@triton_jit
+def first_query(batch: Scalar, token: Scalar, kv_head: Scalar, static: SelectedStaticArguments):
+    """The number, in the whole array, of a token's query for the first head of a key head."""
+    row_start = tl.cast(batch, tl.int64) * static.length
+    return (row_start + token) * static.heads + kv_head * static.group
+
+
+@triton_jit
+def head_pointers(
+    key: Pointer, value: Pointer, batch: Scalar, kv_head: Scalar, static: SelectedStaticArguments
+):
+    """The first key and the first value of a key head."""
+    row_start = tl.cast(batch, tl.int64) * static.length
+    key += row_start * static.k_stride + kv_head * static.head_dim
+    value += row_start * static.v_stride + kv_head * static.value_dim
+    return key, value
+
+
+@triton_jit
 def load_rows(
     base: Pointer, row: Tensor, inside: Tensor, dim: tl.constexpr, width: tl.constexpr
 ):  # fmt: skip
@@ -62,6 +111,22 @@ def load_keys(
         mask = mask & (column < dim)
     at = base + tl.cast(start, tl.int64) * stride + (row * stride + column)
     return tl.load(at, mask=mask, other=0.0)
+
+
+@triton_jit
+def load_key_tile(key: Pointer, start: Scalar, end: Scalar, static: SelectedStaticArguments):
+    """[block_k, head_width] from key `start`; 0 from key `end` on."""
+    return load_keys(
+        key, start, end, static.k_stride, static.head_dim, static.head_width, static.block_k
+    )
+
+
+@triton_jit
+def load_value_tile(value: Pointer, start: Scalar, end: Scalar, static: SelectedStaticArguments):
+    """[block_k, value_width] from value `start`; 0 from value `end` on."""
+    return load_keys(
+        value, start, end, static.v_stride, static.value_dim, static.value_width, static.block_k
+    )
 
 
 @triton_jit

@@ -34,7 +34,7 @@ def run_forward(
     layout = cache_layout(inputs, spec)
     b, t, heads, _ = inputs.query.shape
     query = inputs.query.reshape(b * t, heads, -1)
-    out = jnp.zeros((b * t, heads, layout.head_dims[1]), query.dtype)
+    out = jnp.zeros((b * t, heads, layout.head_dims[1]), spec.out_dtype(query.dtype))
     lse = jnp.full((b * t, heads), -jnp.inf, jnp.float32)
     for config in configs:
         work = work_list(
@@ -95,7 +95,7 @@ def candidates(inputs: Inputs, spec: Spec, device: Device) -> list[PagedConfig]:
 IMPLEMENTATION = Implementation(
     forward=Pass(
         run=run_forward,
-        features=KERNEL_FEATURES,
+        features=KERNEL_FEATURES | {"float32_out"},
         why_not=why_not,
         heuristic=heuristic,
         candidates=candidates,

@@ -168,6 +168,7 @@ class PagedKernelConfig(NamedTuple):
         cores: how many cores share the tiles.
         table_stride: entries of the page table that a sequence has.
         window: how many positions a query sees; None: all.
+        out_dtype: the dtype of the output.
     """
 
     tile_queries: int
@@ -177,6 +178,7 @@ class PagedKernelConfig(NamedTuple):
     cores: int
     table_stride: int
     window: int | None
+    out_dtype: np.dtype
 
     @property
     def table_stages(self) -> int:
@@ -221,6 +223,7 @@ def _fitting(
         cores=2 if kind.startswith(_TWO_CORES) and not kind.startswith(_ONE_CORE) else 1,
         table_stride=0,
         window=spec.sliding_window,
+        out_dtype=spec.out_dtype(inputs.query.dtype),
     )
     budget = VMEM_SHARE * core_of(device).vmem
     rows = size * inputs.query.shape[2] // layout.kv_heads
@@ -286,7 +289,7 @@ def scratch_shapes(
         "pages_missing": pltpu.SMEM((stages,), jnp.int32),
         "table_entries": pltpu.SMEM((config.table_stages * config.table_chunk,), jnp.int32),
         "query_tiles": pltpu.VMEM((2, size, heads, head_dim), inputs.query.dtype),
-        "out_tiles": pltpu.VMEM((2, size, heads, value_dim), inputs.query.dtype),
+        "out_tiles": pltpu.VMEM((2, size, heads, value_dim), config.out_dtype),
         "lse_tiles": pltpu.VMEM((2, parts, lane_rows, LANES), jnp.float32),
         "query_rows": pltpu.VMEM((parts, rows, head_dim), dtype),
         "row_max": pltpu.VMEM((parts, rows, LANES), jnp.float32),

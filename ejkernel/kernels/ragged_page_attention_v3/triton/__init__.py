@@ -48,7 +48,7 @@ def why_not(inputs: Inputs, spec: Spec, device: Device) -> str | None:
 IMPLEMENTATION = Implementation(
     forward=Pass(
         run=run_forward,
-        features=KERNEL_FEATURES,
+        features=KERNEL_FEATURES | {"float32_out"},
         why_not=why_not,
         heuristic=lambda *call: configurations(*call)[0],
         candidates=configurations,

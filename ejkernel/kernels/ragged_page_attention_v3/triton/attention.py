@@ -54,8 +54,9 @@ class PartialSoftmax(NamedTuple):
 def result_shapes(query: jax.Array, static: PagedStaticArguments) -> list[jax.ShapeDtypeStruct]:
     """Shapes of output and log-sum-exp."""
     b, t, heads, _ = query.shape
+    dtype = jnp.float32 if static.float32_out else query.dtype
     return [
-        jax.ShapeDtypeStruct((b, t, heads, static.value_dim), query.dtype),
+        jax.ShapeDtypeStruct((b, t, heads, static.value_dim), dtype),
         jax.ShapeDtypeStruct((b, heads, t), jnp.float32),
     ]
 

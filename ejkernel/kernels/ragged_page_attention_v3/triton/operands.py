@@ -110,6 +110,7 @@ class PagedStaticArguments(StaticArguments):
     k_scale: bool
     v_scale: bool
     sinks: bool
+    float32_out: bool  # the output is a partial result, in float32
     compute_dtype: str  # of the matmuls: "own" (that of the query), "half" or "single"
     cache_format: str  # of an 8-bit cache: "e4m3", "e5m2" or "int8"
     cache_as_bits: bool  # 8-bit floats are loaded as integers
@@ -293,6 +294,7 @@ def _softmax(inputs: Inputs, spec: Spec, device: Device) -> dict[str, Any]:
         "k_scale": inputs.k_scale is not None,
         "v_scale": inputs.v_scale is not None,
         "sinks": inputs.sinks is not None,
+        "float32_out": spec.float32_out,
         "compute_dtype": compute_dtype,
         "cache_format": cache_format,
         "cache_as_bits": as_bits,

@@ -60,7 +60,7 @@ def run_forward(inputs: Inputs, spec: Spec, params: PagedConfig) -> tuple[Output
         )
 
     start = (
-        tiles.full((b * t, heads, value_dim), 0.0, inputs.query.dtype),
+        tiles.full((b * t, heads, value_dim), 0.0, spec.out_dtype(inputs.query.dtype)),
         tiles.full((b * t, heads, 1), -jnp.inf),
     )
     out, lse = tiles.over_tiles(attend, start)

@@ -1,0 +1,6 @@
+"""Work that is split over the devices of a mesh axis."""
+
+from ejkernel.parallel.experts import Dispatched as Dispatched
+from ejkernel.parallel.experts import ExpertPlan as ExpertPlan
+from ejkernel.parallel.experts import combine as combine
+from ejkernel.parallel.experts import dispatch as dispatch
