@@ -33,6 +33,7 @@ LAYERS = (
     "ops",
     "kernels",
     "modules",
+    "parallel",
     "integrations",
     "cli",
 )
