@@ -84,7 +84,8 @@ def _checked(name: str, x: Any, shards: Any, placement: Any, axis: Any) -> tuple
     try:
         count, axis = operator.index(shards), operator.index(axis)
     except TypeError:
-        raise ValueError(f"{name}: shards and axis must be ints, got {shards!r} and {axis!r}.") from None
+        given = f"{shards!r} and {axis!r}"
+        raise ValueError(f"{name}: shards and axis must be ints, got {given}.") from None
     if count < 1:
         raise ValueError(f"{name}: shards must be positive, got {shards}.")
     array = x if isinstance(x, np.ndarray) else jnp.asarray(x)
@@ -93,7 +94,7 @@ def _checked(name: str, x: Any, shards: Any, placement: Any, axis: Any) -> tuple
     axis %= array.ndim
     if array.shape[axis] % grain(count, placement):
         raise ValueError(
-            f"{name}: with placement={placement!r} and {count} shards the length must be a multiple "
-            f"of {grain(count, placement)}, got {array.shape[axis]}."
+            f"{name}: with placement={placement!r} and {count} shards the length must be a "
+            f"multiple of {grain(count, placement)}, got {array.shape[axis]}."
         )
     return array, axis

@@ -1,4 +1,4 @@
-"""Which tokens each device holds of a sequence that is split over devices, and masks as it sees them.
+"""Which tokens each device holds of a sequence that is split, and masks as it sees them.
 
 | placement | shard i of n holds |
 |---|---|
@@ -139,7 +139,9 @@ class Share(NamedTuple):
             part = jnp.expand_dims(part, axis + 1)
             return _added(apart, part, self.starts[0], axis + 1).reshape(x.shape)
         for number, start in enumerate(self.starts):
-            piece = lax.slice_in_dim(part, number * self.length, (number + 1) * self.length, 1, axis)
+            piece = lax.slice_in_dim(
+                part, number * self.length, (number + 1) * self.length, 1, axis
+            )
             x = _added(x, piece, start, axis)
         return x
 
@@ -224,4 +226,3 @@ def _placed_band(rule: Band, queries: Share, keys: Share) -> Rule:
         None if bound is None else at + _along(bounded(bound)) for bound in (rule.low, rule.high)
     )
     return _key_range(keys, low, high)
-
