@@ -78,9 +78,9 @@ def tiles_per_hop(
         some, _ = placed.blocks(q_size, kv_size, block_q, block_k)
         return some.sum(dtype=jnp.int32)
 
-    arrays = jax.tree.leaves(rule)
+    arrays = list(map(np.asarray, jax.tree.leaves(rule)))
     jaxpr = jax.make_jaxpr(tiles)(rule, jnp.int32(0), jnp.int32(0))
-    count = lambda i, j: evaluate(jaxpr, *map(np.asarray, arrays), np.int32(i), np.int32(j))[0]
+    count = lambda i, j: evaluate(jaxpr, *arrays, *(np.asarray(x, np.int32) for x in (i, j)))[0]
     return np.array(
         [[count(i, (i - hop) % shards) for i in range(shards)] for hop in range(shards)]
     )
@@ -102,7 +102,7 @@ def known(rule: Rule) -> Rule:
     if isinstance(rule, And):
         return functools.reduce(lambda a, b: a & b, map(known, rule.rules), Everything())
     if isinstance(rule, Or):
-        return Or(tuple(map(known, rule.rules)))
+        return functools.reduce(lambda a, b: a | b, map(known, rule.rules), Or(()))
     if isinstance(rule, Dense):  # to read all of it takes longer than the hops that it may save
         return Everything()
     leaves, treedef = jax.tree.flatten(rule)

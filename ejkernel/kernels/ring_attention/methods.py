@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax import lax
 
 from ejkernel.kernels.flash_attention import inputs as flash
 from ejkernel.kernels.ring_attention import exchange, ring
@@ -79,6 +80,10 @@ def backward(
 ) -> Inputs:
     """Gradients, shaped like the inputs."""
     spec = chosen(inputs, spec, device)
+    if spec.axis_name is not None:
+        # Else a compiler may keep what the forward pass received, and not receive it again.
+        (key, value), d_outputs = lax.optimization_barrier((inputs[1:3], d_outputs))
+        inputs = inputs._replace(key=key, value=value)
     run = ring.backward if spec.method == "ring" else exchange.backward
     return run(differentiate, inputs, residuals, d_outputs, spec, params, device)
 
