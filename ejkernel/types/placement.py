@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ejkernel.types.rule_arrays import Index, Start, bounded
+from ejkernel.types.rule_arrays import Index, bounded
 from ejkernel.types.rules import (
     And,
     Band,
@@ -56,7 +56,8 @@ def place(x: _Array, shards: int, placement: Placement, axis: int) -> _Array:
     halves = x.reshape(*before, 2, shards, length // (2 * shards), *after)
     index = (slice(None),) * axis
     low, high = halves[(*index, 0)], halves[(*index, 1, slice(None, None, -1))]
-    return stack((low, high), axis + 1).reshape(x.shape)
+    placed: Any = stack((low, high), axis + 1)
+    return placed.reshape(x.shape)
 
 
 def restore(x: _Array, shards: int, placement: Placement, axis: int) -> _Array:
@@ -72,7 +73,8 @@ def restore(x: _Array, shards: int, placement: Placement, axis: int) -> _Array:
     index = (slice(None),) * axis
     low = pairs[(*index, slice(None), 0)]
     high = pairs[(*index, slice(None, None, -1), 1)]
-    return join((low, high), axis).reshape(x.shape)
+    restored: Any = join((low, high), axis)
+    return restored.reshape(x.shape)
 
 
 class Share(NamedTuple):
@@ -84,7 +86,7 @@ class Share(NamedTuple):
         stride: the distance of neighbours in a piece.
     """
 
-    starts: tuple[Start, ...]
+    starts: tuple[Index, ...]
     length: int
     stride: int = 1
 
@@ -146,7 +148,7 @@ class Share(NamedTuple):
         return x
 
 
-def _added(x: jax.Array, part: jax.Array, start: Start, axis: int) -> jax.Array:
+def _added(x: jax.Array, part: jax.Array, start: Index, axis: int) -> jax.Array:
     part = part + lax.dynamic_slice_in_dim(x, start, part.shape[axis], axis)
     return lax.dynamic_update_slice_in_dim(x, part, start, axis)
 

@@ -124,8 +124,8 @@ class _Exchanged:
             return None if bias is None else self._own(bias, 1)
         if bias.shape[1] > 1:
             return self._to_heads(bias, 1, 2)
-        bias = lax.all_gather(bias, self.axis, axis=2, tiled=True)
-        return restore(bias, self.ring.size, self.ring.spec.placement, 2)
+        whole: jax.Array = lax.all_gather(bias, self.axis, axis=2, tiled=True)
+        return restore(whole, self.ring.size, self.ring.spec.placement, 2)
 
     def _bias_gradient(self, found: jax.Array | None) -> jax.Array | None:
         bias = self.ring.inputs.bias

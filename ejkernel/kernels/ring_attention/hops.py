@@ -122,12 +122,13 @@ def _needed_shards(
     sizes = (q_len, kv_len, q_len // pieces, kv_len // pieces)
     jaxpr = jax.make_jaxpr(lambda rule: rule.blocks(*sizes)[0])(rule)
     try:
-        (some,) = evaluate(jaxpr, *jax.tree.leaves(rule))
+        (of_rows,) = evaluate(jaxpr, *jax.tree.leaves(rule))
     except NotImplementedError:
         return np.ones((shards, shards), bool)
-    some = some.reshape(-1, pieces, pieces).any(0)
+    some: np.ndarray = np.any(of_rows.reshape(-1, pieces, pieces), axis=0)
     if placement == "zigzag":
         index = np.arange(shards)
         held = np.stack([index, pieces - 1 - index], 1)  # the pieces of each shard
-        some = some[held[:, None, :, None], held[None, :, None, :]].any((2, 3))
+        pairs: np.ndarray = some[held[:, None, :, None], held[None, :, None, :]]
+        return np.any(pairs, axis=(2, 3))
     return some

@@ -61,12 +61,18 @@ def _sizes(inputs: Inputs, spec: Spec, size: int) -> Sizes:
 
 
 def forward(
-    attend: ring.Attend, inputs: Inputs, spec: Spec, params: FwdParams, device: Device
+    attend: ring.Attend,
+    inputs: Inputs,
+    spec: Spec,
+    params: FwdParams,
+    device: Device,
+    branches: bool = False,
 ) -> tuple[Outputs, Outputs]:
-    """Outputs, which are also the residuals."""
+    """Outputs, which are also the residuals; `branches`: see `Ring.of`."""
     spec = chosen(inputs, spec, device)
-    run = ring.forward if spec.method == "ring" else exchange.forward
-    return run(attend, inputs, spec, params, device)
+    if spec.method == "ring":
+        return ring.forward(attend, inputs, spec, params, device, branches)
+    return exchange.forward(attend, inputs, spec, params, device)
 
 
 def backward(
@@ -77,24 +83,27 @@ def backward(
     spec: Spec,
     params: BwdParams,
     device: Device,
+    branches: bool = False,
 ) -> Inputs:
-    """Gradients, shaped like the inputs."""
+    """Gradients, shaped like the inputs; `branches`: see `Ring.of`."""
     spec = chosen(inputs, spec, device)
     if spec.axis_name is not None:
         # Else a compiler may keep what the forward pass received, and not receive it again.
         (key, value), d_outputs = lax.optimization_barrier((inputs[1:3], d_outputs))
         inputs = inputs._replace(key=key, value=value)
-    run = ring.backward if spec.method == "ring" else exchange.backward
-    return run(differentiate, inputs, residuals, d_outputs, spec, params, device)
+    given = (differentiate, inputs, residuals, d_outputs, spec, params, device)
+    return ring.backward(*given, branches) if spec.method == "ring" else exchange.backward(*given)
 
 
 def one_call(inputs: Inputs, spec: Spec, device: Device) -> flash.Inputs:
     """The shapes of one call of flash attention, with the mask of the whole."""
     spec = chosen(inputs, spec, device)
     size = 1 if spec.axis_name is None else bound_axis_size(spec.axis_name) or 1
-    shape = lambda x, tokens, heads: jax.ShapeDtypeStruct(
-        (x.shape[0], x.shape[1] * tokens, x.shape[2] // heads, x.shape[3]), x.dtype
-    )
+
+    def shape(x: jax.Array, tokens: int, heads: int) -> Any:
+        sizes = (x.shape[0], x.shape[1] * tokens, x.shape[2] // heads, x.shape[3])
+        return jax.ShapeDtypeStruct(sizes, x.dtype)
+
     of_query, of_key = {
         "ring": ((1, 1), (1, 1)),
         "all_gather": ((1, 1), (size, 1)),
@@ -107,9 +116,7 @@ def one_call(inputs: Inputs, spec: Spec, device: Device) -> flash.Inputs:
         wanted = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
         sizes = (1 if x == 1 else full for x, full in zip(bias.shape, wanted, strict=True))
         bias = jax.ShapeDtypeStruct(tuple(sizes), bias.dtype)
-    return flash.Inputs(  # pyright: ignore[reportArgumentType]
-        query, key, value, bias=bias, mask=inputs.mask, dropout=inputs.dropout
-    )
+    return flash.Inputs(query, key, value, bias=bias, mask=inputs.mask, dropout=inputs.dropout)
 
 
 def heuristic(

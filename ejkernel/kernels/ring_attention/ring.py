@@ -60,13 +60,15 @@ class Ring(NamedTuple):
     spec: Spec
     size: int
     index: Index
+    branches: bool = False
 
     @classmethod
-    def of(cls, inputs: Inputs, spec: Spec) -> "Ring":
-        """The ring of a call."""
+    def of(cls, inputs: Inputs, spec: Spec, branches: bool = False) -> "Ring":
+        """The ring of a call; `branches`: each hop is computed in a branch of its own."""
         if spec.axis_name is None:
             return cls(inputs, spec, 1, 0)
-        return cls(inputs, spec, lax.axis_size(spec.axis_name), lax.axis_index(spec.axis_name))
+        name = spec.axis_name
+        return cls(inputs, spec, lax.axis_size(name), lax.axis_index(name), branches)
 
     @property
     def dtype(self) -> np.dtype:
@@ -110,9 +112,14 @@ class Ring(NamedTuple):
         return flash.Inputs(query, key, value, bias=bias, mask=rule, dropout=dropout)
 
     def needed(self, hop: Hop, rule: Rule) -> jax.Array | None:
-        """Whether this device sees keys of a hop, whose rule this is; None if all devices do."""
-        if self.size == 1 or hop.everyone or isinstance(rule, Everything):
+        """Whether this device sees keys of a hop, whose rule this is; None if all devices do.
+
+        With `branches` that is no constant even then.
+        """
+        if self.size == 1:
             return None
+        if hop.everyone or isinstance(rule, Everything):
+            return jnp.asarray(self.index) >= 0 if self.branches else None
         pieces = len(self.queries.starts)
         lengths = self.inputs.query.shape[1], self.inputs.key.shape[1]
         some, _ = rule.blocks(*lengths, *(x // pieces for x in lengths))
@@ -171,10 +178,15 @@ class Ring(NamedTuple):
 
 
 def forward(
-    attend: Attend, inputs: Inputs, spec: Spec, params: FwdParams, device: Device
+    attend: Attend,
+    inputs: Inputs,
+    spec: Spec,
+    params: FwdParams,
+    device: Device,
+    branches: bool = False,
 ) -> tuple[Outputs, Outputs]:
     """Outputs, which are also the residuals."""
-    ring = Ring.of(inputs, spec)
+    ring = Ring.of(inputs, spec, branches)
     b, t, n, _ = inputs.query.shape
 
     def nothing() -> Outputs:
@@ -195,7 +207,8 @@ def forward(
         total = ring.if_needed(needed, lambda: add(run(())[0]), otherwise)
         return wait_for_both(total, incoming)
 
-    (total, _), _ = ring.over_hops(step, (None, (inputs.key, inputs.value)))
+    start: tuple[Any, Any] = (None, (inputs.key, inputs.value))
+    (total, _), _ = ring.over_hops(step, start)
     outputs = with_sinks(total, inputs)
     return outputs, outputs
 
@@ -238,10 +251,13 @@ def backward(
     spec: Spec,
     params: BwdParams,
     device: Device,
+    branches: bool = False,
 ) -> Inputs:
     """Gradients, shaped like the inputs."""
-    ring = Ring.of(inputs, spec)
-    zeros = lambda x: None if x is None else ring.varying(jnp.zeros(x.shape, ring.dtype))
+    ring = Ring.of(inputs, spec, branches)
+    zeros: Callable[[Any], Any] = lambda x: (
+        None if x is None else ring.varying(jnp.zeros(x.shape, ring.dtype))
+    )
 
     def step(hop: Hop, carry: tuple, before: int | None, after: int | None) -> tuple:
         sums, keys, gradients = carry
@@ -258,7 +274,9 @@ def backward(
             if bias is not None and part.bias is not None:
                 same = bias.shape == part.bias.shape
                 bias = bias + part.bias if same else ring.keys(hop.distance).add(bias, part.bias, 3)
-            sinks = None if sums.sinks is None else sums.sinks + part.sinks
+            sinks = sums.sinks
+            if sinks is not None and part.sinks is not None:
+                sinks = sinks + part.sinks
             return _Sums(sums.query + part.query, bias, sinks)
 
         needed = ring.needed(hop, hop_inputs.mask or Everything())
@@ -275,11 +293,11 @@ def backward(
             computed = ring.if_needed(needed, compute, otherwise)
             (sums, here), incoming = wait_for_both(computed, incoming)
         if before is not None:
-            here = tuple(old + new for old, new in zip(incoming[-2:], here, strict=True))
+            here = jax.tree.map(jnp.add, incoming[-2:], here)
         return sums, incoming[:2] if after is not None else (), here
 
-    sums = _Sums(*map(zeros, (inputs.query, inputs.bias, inputs.sinks)))
-    carry = (sums, (inputs.key, inputs.value), ())
+    sums = _Sums(zeros(inputs.query), zeros(inputs.bias), zeros(inputs.sinks))
+    carry: tuple[Any, Any, Any] = (sums, (inputs.key, inputs.value), ())
     (sums, _, gradients), last = ring.over_hops(step, carry)
     d_key, d_value = ring.send(gradients, -last) if last else gradients
     return like(flash.Inputs(sums.query, d_key, d_value, sums.bias, sums.sinks, None), inputs)

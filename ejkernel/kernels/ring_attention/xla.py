@@ -1,6 +1,7 @@
 """Ring attention anywhere XLA runs, its calls of flash attention by XLA's.
 
-Tiles are computed in float32, from keys in the dtype in which they are transferred.
+Each hop is a branch, whether or not it may be left out. Otherwise XLA interleaves the operations of
+a hop with its transfers where it sees fit, and holds half as many arrays again.
 """
 
 import functools
@@ -26,8 +27,7 @@ def _attend(
     incoming: ring.Incoming,
 ) -> tuple[flash.Outputs, ring.Incoming]:
     blocks = xla.block_sizes(params, xla.heuristic_forward(inputs, spec))
-    dtype = jnp.promote_types(inputs.query.dtype, jnp.float32)
-    return ring.wait_for_both(forward(inputs, spec, *blocks, dtype), incoming)
+    return ring.wait_for_both(forward(_wide(inputs), spec, *blocks), incoming)
 
 
 def _differentiate(
@@ -40,20 +40,27 @@ def _differentiate(
     incoming: ring.Incoming,
 ) -> tuple[flash.Inputs, ring.Incoming]:
     blocks = xla.block_sizes(params, xla.heuristic_backward(inputs, spec))
-    dtype = jnp.promote_types(inputs.query.dtype, jnp.float32)
-    part = backward(inputs, residuals, d_outputs, spec, *blocks, dtype)
+    part = backward(_wide(inputs), residuals, d_outputs, spec, *blocks)
     return ring.wait_for_both(part, incoming)
+
+
+def _wide(inputs: flash.Inputs) -> flash.Inputs:
+    """In float32, so that the results of a call are."""
+    dtype = jnp.promote_types(inputs.query.dtype, jnp.float32)
+    wide = lambda x: None if x is None else x.astype(dtype)
+    query, key, value, bias = map(wide, inputs[:4])
+    return inputs._replace(query=query, key=key, value=value, bias=bias)
 
 
 IMPLEMENTATION = Implementation(
     forward=methods.pass_of(
         xla.IMPLEMENTATION.forward,
-        functools.partial(methods.forward, _attend),
+        functools.partial(methods.forward, _attend, branches=True),
         features=ALL_FEATURES,
     ),
     backward=methods.pass_of(
         xla.IMPLEMENTATION.backward,
-        functools.partial(methods.backward, _differentiate),
+        functools.partial(methods.backward, _differentiate, branches=True),
         features=ALL_FEATURES,
     ),
 )

@@ -253,7 +253,8 @@ class FlashCall:
         given = self.inputs.dropout or ()
         count = sum(x is not None for x in given)
         scalars = iter(refs.scalars[len(refs.scalars) - count :])
-        seed, rows, heads, *shares = (None if x is None else next(scalars) for x in given)
+        counters: list[Any] = [None if x is None else next(scalars) for x in given]
+        seed, rows, heads, *shares = counters
         q, k = self.indices(tile)
         number = heads[tile.heads * self.size.heads + head]
         q = dropout.position(shares[0], q + self.first_query)

@@ -17,20 +17,10 @@ from ejkernel.kernels.flash_attention.xla.tiles import Blocks, FlashTiles, over_
 
 
 def backward(
-    inputs: Inputs,
-    residuals: Outputs,
-    d_outputs: Outputs,
-    spec: Spec,
-    block_q: int,
-    block_k: int,
-    tile_dtype: DTypeLike | None = None,
+    inputs: Inputs, residuals: Outputs, d_outputs: Outputs, spec: Spec, block_q: int, block_k: int
 ) -> Inputs:
-    """Gradients of a call, in blocks of these sizes.
-
-    Tiles are computed and gradients are given in `tile_dtype`, or in the dtypes of the call.
-    """
-    tiles = FlashTiles(inputs, spec, block_q, block_k, over="q", dtype=tile_dtype)
-    like = lambda gradient, x: _like(gradient, x.shape, tile_dtype or x.dtype)
+    """Gradients of a call, in blocks of these sizes."""
+    tiles = FlashTiles(inputs, spec, block_q, block_k, over="q")
     dtype = jnp.promote_types(inputs.query.dtype, jnp.float32)
     query, d_out = map(tiles.source_of_queries, (inputs.query, d_outputs.out))
     key, value = tiles.pad_keys(inputs.key), tiles.pad_keys(inputs.value)
@@ -98,18 +88,18 @@ def backward(
     )
     d_query = d_query.transpose(0, 3, 1, 2) * spec.softmax_scale
     return Inputs(
-        query=like(d_query, inputs.query),
-        key=like(d_key, inputs.key),
-        value=like(d_value, inputs.value),
-        bias=None if inputs.bias is None else like(d_bias, inputs.bias),
+        query=_like(d_query, inputs.query),
+        key=_like(d_key, inputs.key),
+        value=_like(d_value, inputs.value),
+        bias=None if inputs.bias is None else _like(d_bias, inputs.bias),
         sinks=None if inputs.sinks is None else per_sink(d_sinks, inputs.sinks),
         mask=None,
     )
 
 
-def _like(gradient: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
-    """A gradient without its padding."""
-    return gradient[tuple(map(slice, shape))].astype(dtype)
+def _like(gradient: jax.Array, x: jax.Array) -> jax.Array:
+    """A gradient without its padding, in the dtype of its input."""
+    return gradient[tuple(map(slice, x.shape))].astype(x.dtype)
 
 
 def _row_terms(

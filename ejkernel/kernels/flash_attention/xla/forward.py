@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 from jax.scipy.special import logsumexp
-from jax.typing import DTypeLike
 
 from ejkernel.kernels.common.precision import matmul
 from ejkernel.kernels.common.refs import Index
@@ -11,15 +10,9 @@ from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
 from ejkernel.kernels.flash_attention.xla.tiles import Blocks, FlashTiles, over_blocks
 
 
-def forward(
-    inputs: Inputs, spec: Spec, block_q: int, block_k: int, tile_dtype: DTypeLike | None = None
-) -> Outputs:
-    """Output and log-sum-exp of a call, in blocks of these sizes.
-
-    Tiles are computed and the output is given in `tile_dtype`, or in the dtype of the call.
-    """
-    tiles = FlashTiles(inputs, spec, block_q, block_k, over="k", dtype=tile_dtype)
-    out_dtype = tile_dtype or inputs.query.dtype
+def forward(inputs: Inputs, spec: Spec, block_q: int, block_k: int) -> Outputs:
+    """Output and log-sum-exp of a call, in blocks of these sizes."""
+    tiles = FlashTiles(inputs, spec, block_q, block_k, over="k")
     dtype = jnp.promote_types(inputs.query.dtype, jnp.float32)
     query = tiles.pad_queries(inputs.query)
     key, value = tiles.source_of_keys(inputs.key), tiles.source_of_keys(inputs.value)
@@ -61,13 +54,13 @@ def forward(
         if sinks is not None:
             divisor = row_sum + jnp.exp(tiles.per_head(sinks, unit) - row_max)
         divisor = jnp.where(seen, divisor, 1.0) * (1.0 - spec.dropout_prob)
-        out = (acc / divisor[..., None]).astype(out_dtype)
+        out = (acc / divisor[..., None]).astype(inputs.query.dtype)
         lse = jnp.where(seen, row_max + jnp.log(jnp.where(seen, row_sum, 1.0)), -jnp.inf)
         lse = lse[..., None]
         return tiles.put_queries(carry[0], out, unit, i), tiles.put_queries(carry[1], lse, unit, i)
 
     b, t, n, _ = query.shape
-    out = tiles.full((b, t, n, value.shape[-1]), 0.0, out_dtype)
+    out = tiles.full((b, t, n, value.shape[-1]), 0.0, inputs.query.dtype)
     lse = tiles.full((b, t, n, 1), 0.0, dtype)
     out, lse = over_blocks(attend, (out, lse), tiles.units * tiles.q_blocks)
     return Outputs(out[:, : tiles.q_len], jnp.swapaxes(lse[:, : tiles.q_len, :, 0], 1, 2))

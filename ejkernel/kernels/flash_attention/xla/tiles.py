@@ -54,12 +54,11 @@ class FlashTiles:
     """The tiles of one call: their sizes, which to visit, and their operands.
 
     `i` is a block of queries and `j` a block of keys, or a tuple of blocks that a step of a loop
-    gathers into one tile. Tiles of queries and keys are given in `dtype`, or as they are stored.
+    gathers into one tile.
     """
 
     spec: Spec
     dropout: Dropout | None
-    dtype: DTypeLike | None
     rule: Rule
     q_len: int
     q_heads: int
@@ -73,15 +72,9 @@ class FlashTiles:
     group: int
 
     def __init__(
-        self,
-        inputs: Inputs,
-        spec: Spec,
-        block_q: int,
-        block_k: int,
-        over: Literal["q", "k"],
-        dtype: DTypeLike | None = None,
+        self, inputs: Inputs, spec: Spec, block_q: int, block_k: int, over: Literal["q", "k"]
     ):
-        self.spec, self.dropout, self.dtype = spec, inputs.dropout, dtype
+        self.spec, self.dropout = spec, inputs.dropout
         self.rule = rule = inputs.mask or Everything()
         batch, self.q_len, self.q_heads, _ = inputs.query.shape
         self.kv_len, kv_heads = inputs.key.shape[1:3]
@@ -281,18 +274,17 @@ class FlashTiles:
     def _cut(
         self, x: jax.Array, row: Index, blocks: Blocks, size: int, head: Index, group: int
     ) -> jax.Array:
-        d, dtype = x.shape[-1], self.dtype or x.dtype
+        d = x.shape[-1]
         if isinstance(blocks, tuple):
             sizes = (self.rows, self.heads * group, size, d)
             parts = [cut(x, (row, head, at * size, 0), sizes) for at in blocks]
-            return joined(parts, 2).reshape(self.rows * self.heads, -1, d).astype(dtype)
+            return joined(parts, 2).reshape(self.rows * self.heads, -1, d)
         flat = x.reshape(*x.shape[:2], -1)
         sizes = (self.rows, size, self.heads * group * d)
         part = cut(flat, (row, blocks * size, head * d), sizes)
         # First the slice, then the transpose: in one loop they run half as fast.
         part = lax.optimization_barrier(part).reshape(self.rows, -1, self.heads, group, d)
-        part = part.transpose(0, 2, 3, 1, 4).reshape(self.rows * self.heads, -1, d)
-        return part.astype(dtype)
+        return part.transpose(0, 2, 3, 1, 4).reshape(self.rows * self.heads, -1, d)
 
     def _bias_tile(self, unit: Unit, i: Blocks, j: Blocks) -> jax.Array:
         part = lambda a, b: cut(self.bias, self._bias_start(unit, a, b), self._bias_sizes)
