@@ -9,7 +9,7 @@ owns the keys.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -255,9 +255,9 @@ def backward(
 ) -> Inputs:
     """Gradients, shaped like the inputs."""
     ring = Ring.of(inputs, spec, branches)
-    zeros: Callable[[Any], Any] = lambda x: (
-        None if x is None else ring.varying(jnp.zeros(x.shape, ring.dtype))
-    )
+
+    def zeros(x: Any) -> Any:
+        return None if x is None else ring.varying(jnp.zeros(x.shape, ring.dtype))
 
     def step(hop: Hop, carry: tuple, before: int | None, after: int | None) -> tuple:
         sums, keys, gradients = carry
