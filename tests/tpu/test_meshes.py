@@ -58,7 +58,7 @@ def arrays(length, heads=8, kv_heads=4):
 def test_a_hop_of_the_ring_sends_while_it_computes(topology, size, causal):
     """Keys and values, and backward what earlier hops found of their gradients."""
     mesh = mesh_of(topology, ring=size)
-    run = lambda x: ring_attention(*x, causal=causal, axis_name="ring", mesh=mesh)
+    run = lambda x: ring_attention(*x, causal=causal, axis_name="ring", mesh=mesh, method="ring")
     program = compiled_over(mesh, P(None, "ring"), gradients(run), arrays(512 * size))
     *loops, entry = (found for lines in computations(program) if (found := transfers(lines)))
     if size <= 4:  # every hop by itself: keys forward, keys and their gradients backward

@@ -100,7 +100,7 @@ def one_call(inputs: Inputs, spec: Spec, device: Device) -> flash.Inputs:
     spec = chosen(inputs, spec, device)
     size = 1 if spec.axis_name is None else bound_axis_size(spec.axis_name) or 1
 
-    def shape(x: jax.Array, tokens: int, heads: int) -> Any:
+    def shape(x: Any, tokens: int, heads: int) -> Any:
         sizes = (x.shape[0], x.shape[1] * tokens, x.shape[2] // heads, x.shape[3])
         return jax.ShapeDtypeStruct(sizes, x.dtype)
 
