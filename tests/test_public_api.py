@@ -149,7 +149,8 @@ SIGNATURES = {
         "RingAttention",
         3,
         "query, key, value, bias, softmax_aux, *, axis_name, mask_info, attention_mask, "
-        "softmax_scale, causal, causal_offset=0, sliding_window, chunk_size, logits_soft_cap",
+        "softmax_scale, causal, causal_offset=0, sliding_window, chunk_size, logits_soft_cap, "
+        "dropout_prob=0.0, dropout_seed, placement='contiguous', method='auto'",
     ),
     "scaled_dot_product_attention": ("ScaledDotProductAttention", 3, SOFTMAX_ATTENTION),
 }

@@ -31,7 +31,9 @@ def growth(causal: bool) -> float:
     """Temporary memory of a device against flash attention on its share; needs eight devices."""
     mesh = Mesh(np.array(jax.devices()[:_DEVICES]), ("sp",))
     ring = _with_gradients(
-        lambda *arrays: ring_attention(*arrays, axis_name="sp", mesh=mesh, causal=causal)
+        lambda *arrays: ring_attention(
+            *arrays, axis_name="sp", mesh=mesh, causal=causal, method="ring"
+        )
     )
     flash = _with_gradients(lambda *arrays: flash_attention(*arrays, causal=causal))
     arrays = jax.random.normal(jax.random.key(0), (4, 1, _LENGTH, _HEADS, _HEAD_DIM))

@@ -43,6 +43,8 @@ _STATIC: dict[str, tuple[Any, ...]] = {
     "chunk_size": (0, -1, "text", 1.5, object()),
     "block_size": (0, -1, "text", 1.5, (16, 16, 16), object(), None),
     "layout": ("xyz", 3, None),
+    "placement": ("xyz", 3, None, ["zigzag"]),
+    "method": ("xyz", 3, None, ["ring"]),
     "kv_layout": ("xyz", 3, None),
     "platform": ("cude", 3, object(), ["xla"]),
     "cfg": ({}, 3, "text", object()),

@@ -18,7 +18,7 @@ from ejkernel.ops.platform import Device, Platform, device_of
 # Proven by tests over a mesh, which a workload on one device cannot use, or under a trace, as the
 # arrays of a workload are known.
 ELSEWHERE_PROVEN = {
-    "ring_attention": {"axis_name"},
+    "ring_attention": {"axis_name", "hops", "method", "placement"},
     "page_attention": {"float32_out"},
     "ragged_page_attention_v2": {"float32_out"},
     "ragged_page_attention_v3": {"float32_out"},

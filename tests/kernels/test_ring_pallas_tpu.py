@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 
 from ejkernel import settings
 from ejkernel.modules import flash_attention, ring_attention
+from ejkernel.parallel import permute_sequence, restore_sequence
 from ejkernel.types import MaskInfo
 
 pytestmark = pytest.mark.tpu
@@ -50,3 +51,27 @@ def test_value_and_gradients_are_those_of_flash_attention(name, dtype):
     for got, one_piece, truth in zip(actual, rounded, exact, strict=True):
         error, unavoidable = (float(jnp.abs(x - truth).max()) for x in (got, one_piece))
         assert error <= 2 * unavoidable + 2e-5 * float(jnp.abs(truth).max())
+
+
+@pytest.mark.parametrize("method", ["ring", "all_gather"])
+@pytest.mark.parametrize("placement", ["zigzag", "striped"])
+def test_placement_and_dropout_count_positions(placement, method):
+    draw = lambda i, n: jax.random.normal(jax.random.key(i), (1, LENGTH, n, 16))
+    arrays, order = (draw(0, 4), draw(1, 2), draw(2, 2)), {"shards": 4, "placement": placement}
+    call = {"causal": True, "mask_info": MaskInfo.from_segments(IDS)}
+    call |= {"dropout_prob": 0.3, "dropout_seed": 5}
+
+    def ring(*x):
+        x = (permute_sequence(y, **order) for y in x)
+        out = ring_attention(
+            *x, **call, axis_name="sp", mesh=RING, platform="pallas",
+            placement=placement, method=method,
+        )  # fmt: skip
+        return restore_sequence(out, **order)
+
+    flash = lambda *x: flash_attention(*x, **call, platform="xla")
+    exact = with_gradients(flash, arrays, jnp.float32)
+    with settings.override(interpret=True):
+        actual = jax.jit(lambda x: with_gradients(ring, x, jnp.float32))(arrays)
+    for got, truth in zip(actual, exact, strict=True):
+        np.testing.assert_allclose(got, truth, atol=3e-5 * float(jnp.abs(truth).max()))

@@ -20,7 +20,7 @@ The element is dropped when `bits < threshold`, an unsigned comparison, with
 which is the same whether or not a compiler takes them for signed.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,11 +32,27 @@ _STRIDE = 0x9E3779B9
 
 
 class Dropout(NamedTuple):
-    """The counters of a call: a shard carries the global indices of its rows and heads."""
+    """The counters of a call: a shard carries the global indices of its rows and heads.
+
+    Where queries or keys are a share of a sequence, `rows` or `columns` say which, in the form that
+    `position` reads. Ring attention alone gives them.
+    """
 
     seed: Int[Array, ""]
     batch_index: Int[Array, "b"]
     head_index: Int[Array, "n"]
+    rows: Int[Array, "4"] | None = None
+    columns: Int[Array, "4"] | None = None
+
+
+def position(share: Any, index: jax.Array) -> jax.Array:
+    """The position of each token of a share: `a + b i`, and d more for `i >= c`.
+
+    `share` holds (a, b, c, d), or is None where the index is the position.
+    """
+    if share is None:
+        return index
+    return share[0] + share[1] * index + jnp.where(index >= share[2], share[3], 0)
 
 
 def threshold(probability: float) -> int:

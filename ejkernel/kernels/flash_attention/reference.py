@@ -50,7 +50,7 @@ def forward(
 
 def _kept(inputs: Inputs, spec: Spec) -> jax.Array:
     """Which weights survive dropout, [b, n, t, s]."""
-    seed, batch, head = inputs.dropout  # type: ignore[misc]
+    seed, batch, head = inputs.dropout[:3]  # type: ignore[misc]
     row, column = jnp.arange(inputs.query.shape[1]), jnp.arange(inputs.key.shape[1])
     batch, head = jnp.asarray(batch)[:, None, None, None], jnp.asarray(head)[:, None, None]
     return dropout.keep(spec.dropout_prob, seed, batch, head, row[:, None], column)

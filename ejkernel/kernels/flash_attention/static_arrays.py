@@ -166,6 +166,15 @@ def _slice(
     return x[tuple(slice(*bound) for bound in bounds)]
 
 
+def _dynamic_slice(
+    x: np.ndarray, *starts: np.ndarray, slice_sizes: Sequence[int], **_: Any
+) -> np.ndarray:
+    """A slice that would pass the end begins earlier."""
+    bounds = zip(starts, x.shape, slice_sizes, strict=True)
+    first = [min(max(int(at), 0), size - count) for at, size, count in bounds]
+    return x[tuple(slice(at, at + count) for at, count in zip(first, slice_sizes, strict=True))]
+
+
 def _sort(*operands: np.ndarray, dimension: int, num_keys: int, **_: Any) -> list[np.ndarray]:
     """A stable order by the first `num_keys` operands is also an order."""
     keys = [np.moveaxis(x, dimension, -1) for x in reversed(operands[:num_keys])]
@@ -240,6 +249,7 @@ _PRIMITIVES: dict[str, Callable[..., Any]] = {
     "cummin": _accumulated_by(np.minimum),
     "cumsum": _accumulated_by(np.add),
     "div": _elementwise(_divide),
+    "dynamic_slice": _dynamic_slice,
     "eq": _elementwise(np.equal),
     "gather": _gather,
     "ge": _elementwise(np.greater_equal),

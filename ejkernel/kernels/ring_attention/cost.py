@@ -126,6 +126,7 @@ def seconds(sizes: Sizes, rates: Rates) -> dict[Form, float]:
     of_hop = slowest / sizes.hops
     both = 1 + _BACKWARD
 
+    steps = (n - 1) / rates.links if rates.torus else 1
     # A ring sends one way; a gather sends both ways round.
     wait = lambda count: count / rates.link / max(sends, 1) + rates.latency
     forward, backward = (wait(count) for count in sent["ring"])
@@ -134,14 +135,14 @@ def seconds(sizes: Sizes, rates: Rates) -> dict[Form, float]:
         + sends * (max(of_hop, forward) + max(of_hop * _BACKWARD, backward)),
         "all_gather": slowest * both
         + sum(sent["all_gather"]) / (rates.link * rates.links)
-        + 3 * (n - 1) * rates.latency,
+        + 3 * steps * rates.latency,
     }
     if "all_to_all" in sent:
         # On a torus a message crosses n / 4 links on average, in both directions.
         distance = max(n / 4, 1) if rates.torus else 1
         over = rates.link * rates.links
         times["all_to_all"] = (
-            mean * both + sum(sent["all_to_all"]) * distance / over + 8 * n * rates.latency
+            mean * both + sum(sent["all_to_all"]) * distance / over + 8 * steps * rates.latency
         )
     return times
 

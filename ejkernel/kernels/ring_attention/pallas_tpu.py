@@ -5,7 +5,7 @@ hop are float32.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import jax
@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from ejkernel.kernels.flash_attention import inputs as flash
 from ejkernel.kernels.flash_attention import pallas_tpu
-from ejkernel.kernels.ring_attention import ring
-from ejkernel.kernels.ring_attention.inputs import Inputs, Outputs, Spec
+from ejkernel.kernels.ring_attention import methods, ring
+from ejkernel.kernels.ring_attention.inputs import Outputs
 from ejkernel.ops.config import BwdParams, FwdParams
 from ejkernel.ops.implementation import Implementation, Pass
 from ejkernel.ops.platform import Device
@@ -54,31 +54,11 @@ def _differentiate(
     device: Device,
     incoming: ring.Incoming,
 ) -> tuple[flash.Inputs, ring.Incoming]:
-    if inputs.sinks is not None:
-        inputs = inputs._replace(sinks=inputs.sinks.astype(jnp.float32))
     barrier = _TransferBarrier(incoming)
     part = pallas_tpu.run_backward(
         inputs, residuals, d_outputs, spec, params, device, jnp.float32, barrier
     )
     return part, barrier.incoming
-
-
-def _why_not(of_hop: Pass, inputs: Inputs, spec: Spec, device: Device) -> str | None:
-    """Why flash attention does not support one hop."""
-    hop, bias = ring.one_hop(inputs), inputs.bias
-    if bias is not None:
-        keys = min(bias.shape[3], inputs.key.shape[1])
-        hop = hop._replace(bias=jax.ShapeDtypeStruct((*bias.shape[:3], keys), bias.dtype))
-    return of_hop.refusal(hop, ring.hop_spec(spec), device)
-
-
-def _pass(of_hop: Pass, run: Callable[..., tuple]) -> Pass:
-    return Pass(
-        run=run,
-        features=_FEATURES,
-        why_not=functools.partial(_why_not, of_hop),
-        heuristic=functools.partial(ring.heuristic, of_hop),
-    )
 
 
 _FEATURES = frozenset(
@@ -87,9 +67,14 @@ _FEATURES = frozenset(
         "bias",
         "causal",
         "chunks",
+        "dropout",
+        "dropout_prob",
+        "hops",
         "lengths",
         "logits_soft_cap",
         "mask",
+        "method",
+        "placement",
         "segments",
         "sinks",
         "token_types",
@@ -98,7 +83,19 @@ _FEATURES = frozenset(
     }
 )
 
+_OF_FORWARD, _OF_BACKWARD = cast(Pass, _FLASH.forward), cast(Pass, _FLASH.backward)
+
 IMPLEMENTATION = Implementation(
-    forward=_pass(cast(Pass, _FLASH.forward), functools.partial(ring.forward, _attend)),
-    backward=_pass(cast(Pass, _FLASH.backward), functools.partial(ring.backward, _differentiate)),
+    forward=methods.pass_of(
+        _OF_FORWARD,
+        functools.partial(methods.forward, _attend),
+        features=_FEATURES,
+        why_not=functools.partial(methods.why_not, _OF_FORWARD),
+    ),
+    backward=methods.pass_of(
+        _OF_BACKWARD,
+        functools.partial(methods.backward, _differentiate),
+        features=_FEATURES,
+        why_not=functools.partial(methods.why_not, _OF_BACKWARD),
+    ),
 )

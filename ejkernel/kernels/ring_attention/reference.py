@@ -13,5 +13,9 @@ def forward(
     inputs: Inputs, spec: Spec, round: Callable[[jax.Array], jax.Array] = lambda x: x
 ) -> Outputs:
     """Attention and log-sum-exp of sequences that are all here."""
-    whole = flash.Spec(softmax_scale=spec.softmax_scale, logits_soft_cap=spec.logits_soft_cap)
+    whole = flash.Spec(
+        softmax_scale=spec.softmax_scale,
+        logits_soft_cap=spec.logits_soft_cap,
+        dropout_prob=spec.dropout_prob,
+    )
     return reference.forward(flash.Inputs(*inputs), whole, round)

@@ -65,6 +65,7 @@ WORKLOADS = (
         "union",
         _ARRAYS | {"mask_info": _mask(lambda m: m.apply_causal().apply_token_type_ids(_TYPES))},
     ),
+    Workload("dropout", _ARRAYS | {"causal": True, "dropout_prob": 0.3, "dropout_seed": 5}),
     Workload("one_token", _arrays(1, 1, 40, 60) | {"causal": True}),
     Workload(
         "odd_lengths",

@@ -1,4 +1,8 @@
-"""Ring attention anywhere XLA runs: the hops of `ring`, each by XLA's flash attention."""
+"""Ring attention anywhere XLA runs, its calls of flash attention by XLA's.
+
+Each hop is a branch, whether or not it may be left out. Otherwise XLA interleaves the operations of
+a hop with its transfers where it sees fit, and holds half as many arrays again.
+"""
 
 import functools
 
@@ -8,10 +12,10 @@ from ejkernel.kernels.flash_attention import inputs as flash
 from ejkernel.kernels.flash_attention import xla
 from ejkernel.kernels.flash_attention.xla.backward import backward
 from ejkernel.kernels.flash_attention.xla.forward import forward
-from ejkernel.kernels.ring_attention import ring
+from ejkernel.kernels.ring_attention import methods, ring
 from ejkernel.kernels.ring_attention.inputs import Outputs
 from ejkernel.ops.config import BwdParams, FwdParams
-from ejkernel.ops.implementation import ALL_FEATURES, Implementation, Pass
+from ejkernel.ops.implementation import ALL_FEATURES, Implementation
 from ejkernel.ops.platform import Device
 
 
@@ -23,8 +27,7 @@ def _attend(
     incoming: ring.Incoming,
 ) -> tuple[flash.Outputs, ring.Incoming]:
     blocks = xla.block_sizes(params, xla.heuristic_forward(inputs, spec))
-    part = forward(_wide(inputs), spec, *blocks)
-    return ring.wait_for_both(part, incoming)
+    return ring.wait_for_both(forward(_wide(inputs), spec, *blocks), incoming)
 
 
 def _differentiate(
@@ -42,21 +45,22 @@ def _differentiate(
 
 
 def _wide(inputs: flash.Inputs) -> flash.Inputs:
-    """In float32, so that the results of a hop are."""
+    """In float32, so that the results of a call are."""
     dtype = jnp.promote_types(inputs.query.dtype, jnp.float32)
-    query, key, value = (x.astype(dtype) for x in inputs[:3])
-    return inputs._replace(query=query, key=key, value=value)
+    wide = lambda x: None if x is None else x.astype(dtype)
+    query, key, value, bias = map(wide, inputs[:4])
+    return inputs._replace(query=query, key=key, value=value, bias=bias)
 
 
 IMPLEMENTATION = Implementation(
-    forward=Pass(
-        run=functools.partial(ring.forward, _attend),
+    forward=methods.pass_of(
+        xla.IMPLEMENTATION.forward,
+        functools.partial(methods.forward, _attend, branches=True),
         features=ALL_FEATURES,
-        heuristic=functools.partial(ring.heuristic, xla.IMPLEMENTATION.forward),
     ),
-    backward=Pass(
-        run=functools.partial(ring.backward, _differentiate),
+    backward=methods.pass_of(
+        xla.IMPLEMENTATION.backward,
+        functools.partial(methods.backward, _differentiate, branches=True),
         features=ALL_FEATURES,
-        heuristic=functools.partial(ring.heuristic, xla.IMPLEMENTATION.backward),
     ),
 )

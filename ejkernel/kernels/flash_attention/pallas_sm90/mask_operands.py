@@ -98,7 +98,7 @@ def tile_operands(
         bias = _padded_bias(inputs.bias, q_size, kv_size)
         arrays["bias"] = jnp.swapaxes(bias, 2, 3) if transpose_bias else bias
     if inputs.dropout is not None:
-        seed, batch, head = (jnp.asarray(x).reshape(-1) for x in inputs.dropout)
+        seed, batch, head = (jnp.asarray(x).reshape(-1) for x in inputs.dropout[:3])
         arrays |= {"seed": seed, "batch_index": batch, "head_index": head}
     return TileOperands(arrays, condition)
 

@@ -205,7 +205,7 @@ class FlashCall:
     def _scalars(self) -> list[jax.Array]:
         """The arrays in scalar memory: the schedule, scalars of the mask, dropout counters."""
         numbers = [x.array for x in self.mask.operands if x.kind == "scalar"]
-        counters = [] if self.inputs.dropout is None else list(self.inputs.dropout)
+        counters = jax.tree.leaves(self.inputs.dropout)
         return [
             *self.schedule.scalars(),
             *numbers,
@@ -250,10 +250,15 @@ class FlashCall:
 
     def dropout_mask(self, tile: TilePosition, head: int, refs: FlashRefs) -> jax.Array:
         """The pairs of a tile that dropout keeps."""
-        seed, rows, heads = refs.scalars[-3:]
+        given = self.inputs.dropout or ()
+        count = sum(x is not None for x in given)
+        scalars = iter(refs.scalars[len(refs.scalars) - count :])
+        counters: list[Any] = [None if x is None else next(scalars) for x in given]
+        seed, rows, heads, *shares = counters
         q, k = self.indices(tile)
         number = heads[tile.heads * self.size.heads + head]
-        q += self.first_query
+        q = dropout.position(shares[0], q + self.first_query)
+        k = dropout.position(shares[1], k)
         return dropout.keep(self.spec.dropout_prob, seed[0], rows[tile.batch], number, q, k)
 
     def logits(

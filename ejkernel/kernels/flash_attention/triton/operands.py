@@ -201,7 +201,7 @@ def _softmax(inputs: Inputs, spec: Spec) -> dict[str, Any]:
 def _dropout_counters(inputs: Inputs) -> jax.Array | None:
     if inputs.dropout is None:
         return None
-    seed, batch, head = map(_as_int32, inputs.dropout)
+    seed, batch, head = map(_as_int32, inputs.dropout[:3])
     return jnp.concatenate([seed.reshape(1), head, batch])
 
 

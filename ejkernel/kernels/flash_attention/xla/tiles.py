@@ -254,12 +254,12 @@ class FlashTiles:
 
     def kept(self, unit: Unit, i: Blocks, j: Blocks, transposed: bool = False) -> jax.Array:
         """Which logits of a tile survive dropout."""
-        seed, batch, head = self.dropout  # type: ignore[misc]
+        seed, batch, head, rows, columns = self.dropout  # type: ignore[misc]
         indices = (
             cut(batch, (unit.row,), (self.rows,)).reshape(-1, 1, 1, 1, 1),
             cut(head, (unit.head,), (self.heads * self.group,)).reshape(1, self.heads, -1, 1, 1),
-            positions(i, self.block_q).reshape(1, 1, 1, -1, 1),
-            positions(j, self.block_k).reshape(1, 1, 1, 1, -1),
+            dropout.position(rows, positions(i, self.block_q)).reshape(1, 1, 1, -1, 1),
+            dropout.position(columns, positions(j, self.block_k)).reshape(1, 1, 1, 1, -1),
         )
         indices = (_orient(index, transposed) for index in indices)
         return dropout.keep(self.spec.dropout_prob, seed, *indices)
