@@ -174,6 +174,9 @@ class Ring(Softmax):
 
     causal_offset: str | None = one_of(None, None, "1", "-3", "17", "rows")
     chunk_size: int | None = one_of(None, None, None, 1, 7, 16)
+    placement: str | None = one_of(None, None, "zigzag", "striped")
+    method: str | None = one_of(None, None, "ring", "all_gather", "all_to_all")
+    dropout_prob: float = one_of(0.0, 0.0, 0.0, 0.1, 0.5)
 
     def arguments(self) -> dict[str, str]:
         given = super().arguments()
@@ -182,6 +185,11 @@ class Ring(Softmax):
             given["causal_offset"] = rows if self.causal_offset == "rows" else self.causal_offset
         if self.chunk_size is not None:
             given["chunk_size"] = str(self.chunk_size)
+        for name in ("placement", "method"):
+            if (value := getattr(self, name)) is not None:
+                given[name] = f'"{value}"'
+        if self.dropout_prob:
+            given |= {"dropout_prob": str(self.dropout_prob), "dropout_seed": str(self.seed)}
         return given
 
 
