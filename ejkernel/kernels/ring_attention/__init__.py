@@ -12,6 +12,7 @@ OP = Op(
     reference="ejkernel.kernels.ring_attention.reference",
     sources=[
         Source(Platform.PALLAS, Backend.TPU, "ejkernel.kernels.ring_attention.pallas_tpu"),
+        Source(Platform.TRITON, Backend.GPU, "ejkernel.kernels.ring_attention.triton"),
         Source(Platform.XLA, Backend.ANY, "ejkernel.kernels.ring_attention.xla"),
     ],
     operands=("query", "key", "value", "bias", "sinks"),

@@ -18,6 +18,29 @@ from ejkernel.ops.meshes import bound_axis_size
 from ejkernel.ops.platform import Device
 from ejkernel.types.rules import Band, Everything
 
+# What the kernels of a hop support, and what is done around them.
+KERNEL_FEATURES = frozenset(
+    {
+        "axis_name",
+        "bias",
+        "causal",
+        "chunks",
+        "dropout",
+        "dropout_prob",
+        "hops",
+        "lengths",
+        "logits_soft_cap",
+        "mask",
+        "method",
+        "placement",
+        "segments",
+        "sinks",
+        "token_types",
+        "union",
+        "window",
+    }
+)
+
 
 def chosen(inputs: Inputs, spec: Spec, device: Device) -> Spec:
     """The call with its method: the given one, or the cheapest.

@@ -61,41 +61,19 @@ def _differentiate(
     return part, barrier.incoming
 
 
-_FEATURES = frozenset(
-    {
-        "axis_name",
-        "bias",
-        "causal",
-        "chunks",
-        "dropout",
-        "dropout_prob",
-        "hops",
-        "lengths",
-        "logits_soft_cap",
-        "mask",
-        "method",
-        "placement",
-        "segments",
-        "sinks",
-        "token_types",
-        "union",
-        "window",
-    }
-)
-
 _OF_FORWARD, _OF_BACKWARD = cast(Pass, _FLASH.forward), cast(Pass, _FLASH.backward)
 
 IMPLEMENTATION = Implementation(
     forward=methods.pass_of(
         _OF_FORWARD,
         functools.partial(methods.forward, _attend),
-        features=_FEATURES,
+        features=methods.KERNEL_FEATURES,
         why_not=functools.partial(methods.why_not, _OF_FORWARD),
     ),
     backward=methods.pass_of(
         _OF_BACKWARD,
         functools.partial(methods.backward, _differentiate),
-        features=_FEATURES,
+        features=methods.KERNEL_FEATURES,
         why_not=functools.partial(methods.why_not, _OF_BACKWARD),
     ),
 )

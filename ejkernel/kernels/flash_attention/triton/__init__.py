@@ -1,6 +1,7 @@
 """Flash attention on NVIDIA GPUs since Ampere, in Triton."""
 
 import numpy as np
+from jax.typing import DTypeLike
 
 from ejkernel.kernels.common.sinks import per_sink, share_of_sinks
 from ejkernel.kernels.common.triton import bridge
@@ -29,11 +30,15 @@ _MAX_HEAD_DIM = 256
 
 
 def run_forward(
-    inputs: Inputs, spec: Spec, params: FwdParams | None, device: Device
+    inputs: Inputs,
+    spec: Spec,
+    params: FwdParams | None,
+    device: Device,
+    dtype: DTypeLike | None = None,
 ) -> tuple[Outputs, Outputs]:
-    """Outputs, which are also the residuals."""
+    """Outputs, which are also the residuals; in `dtype`, or in that of the query."""
     config = forward_config(inputs, spec, params or FwdParams(), device)
-    outputs = forward(inputs, spec, config, device)
+    outputs = forward(inputs, spec, config, device, dtype or inputs.query.dtype)
     return outputs, outputs
 
 
@@ -44,20 +49,22 @@ def run_backward(
     spec: Spec,
     params: BwdParams | None,
     device: Device,
+    dtype: DTypeLike | None = None,
 ) -> Inputs:
-    """Gradients, shaped like the inputs; None where there is none."""
+    """Gradients, shaped like the inputs; None where there is none. In `dtype`, or in theirs."""
     dkdv, dq = backward_kernel_configs(inputs, spec, params or BwdParams(), device)
     terms = backward_row_terms(inputs, residuals, d_outputs)
     d_out = d_outputs.out.astype(inputs.query.dtype)
     by_key = kernel_arguments(inputs, spec, dkdv.block_q, dkdv.block_k, by_key_block=True)
     by_query = kernel_arguments(inputs, spec, dq.block_q, dq.block_k)
-    d_key, d_value = keys_and_values_backward(inputs, d_out, terms, by_key, dkdv, device)
+    run = device, dtype
+    d_key, d_value = keys_and_values_backward(inputs, d_out, terms, by_key, dkdv, *run)
     terms = terms._replace(lse=bridge.interpreted_after(terms.lse, d_key))
-    d_query, row_dot = queries_backward(inputs, d_out, terms, by_query, dq, device)
+    d_query, row_dot = queries_backward(inputs, d_out, terms, by_query, dq, *run)
     d_bias = d_sinks = None
     if inputs.bias is not None:
         terms = terms._replace(lse=bridge.interpreted_after(terms.lse, d_query))
-        d_bias = bias_backward(inputs, d_out, terms, by_query, dq, device)
+        d_bias = bias_backward(inputs, d_out, terms, by_query, dq, *run)
     if inputs.sinks is not None:
         taken = row_dot * share_of_sinks(residuals.lse, inputs.sinks)
         d_sinks = per_sink(-taken.sum((0, 2)), inputs.sinks)

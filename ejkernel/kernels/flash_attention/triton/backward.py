@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from ejkernel.kernels.common.constants import LOG2_E
 from ejkernel.kernels.common.sinks import share_of_keys
@@ -72,6 +73,7 @@ def keys_and_values_backward(
     arguments: FlashKernelArguments,
     config: TritonTileConfig,
     device: Device,
+    dtype: DTypeLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Gradients of keys and values; the block map of the arguments is by key block."""
     static = arguments.static
@@ -79,7 +81,7 @@ def keys_and_values_backward(
     d_key, d_value = launch(
         dkdv_kernel,
         [*inputs[:3], d_out, *terms, *arguments.operands],
-        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (inputs.key, inputs.value)],
+        [jax.ShapeDtypeStruct(x.shape, dtype or x.dtype) for x in (inputs.key, inputs.value)],
         static,
         LaunchConfig(programs, config.num_warps, config.num_stages),
         device,
@@ -94,6 +96,7 @@ def queries_backward(
     arguments: FlashKernelArguments,
     config: TritonTileConfig,
     device: Device,
+    dtype: DTypeLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Gradient of the queries and, with sinks, the sum over keys of weight times its gradient."""
     static = arguments.static
@@ -102,7 +105,7 @@ def queries_backward(
         dq_kernel,
         [*inputs[:3], d_out, *terms, *arguments.operands],
         [
-            jax.ShapeDtypeStruct(inputs.query.shape, inputs.query.dtype),
+            jax.ShapeDtypeStruct(inputs.query.shape, dtype or inputs.query.dtype),
             jax.ShapeDtypeStruct(terms.lse.shape if static.sinks else (16,), jnp.float32),
         ],
         static,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+from jax.typing import DTypeLike
 
 from ejkernel.kernels.common.triton.bridge import LaunchConfig, launch, triton_jit
 from ejkernel.kernels.common.triton.device_types import Pointer, Scalar
@@ -40,6 +41,7 @@ def bias_backward(
     arguments: FlashKernelArguments,
     config: TritonTileConfig,
     device: Device,
+    dtype: DTypeLike | None = None,
 ) -> jax.Array:
     """Gradient of the bias, in its own shape; the block map of the arguments is by query block."""
     static, bias = arguments.static, inputs.bias
@@ -52,7 +54,7 @@ def bias_backward(
     return launch(
         dbias_kernel,
         [*inputs[:3], d_out, *terms, *arguments.operands],
-        [jax.ShapeDtypeStruct(bias.shape, bias.dtype)],
+        [jax.ShapeDtypeStruct(bias.shape, dtype or bias.dtype)],
         static,
         LaunchConfig(programs, config.num_warps, config.num_stages),
         device,

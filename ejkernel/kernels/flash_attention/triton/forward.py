@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.scipy.special import logsumexp
+from jax.typing import DTypeLike
 
 from ejkernel.kernels.common.triton.bridge import LaunchConfig, launch, triton_jit
 from ejkernel.kernels.common.triton.device_types import Pointer, Scalar, Tensor
@@ -36,8 +37,10 @@ from ejkernel.ops.platform import Device
 tl: Any = None
 
 
-def forward(inputs: Inputs, spec: Spec, config: TritonTileConfig, device: Device) -> Outputs:
-    """Output and log-sum-exp of a call."""
+def forward(
+    inputs: Inputs, spec: Spec, config: TritonTileConfig, device: Device, dtype: DTypeLike
+) -> Outputs:
+    """Output, in `dtype`, and log-sum-exp of a call."""
     static, operands = kernel_arguments(inputs, spec, config.block_q, config.block_k)
     sinks = jnp.zeros((16,), jnp.float32)
     if inputs.sinks is not None:
@@ -48,7 +51,7 @@ def forward(inputs: Inputs, spec: Spec, config: TritonTileConfig, device: Device
         forward_kernel,
         [*inputs[:3], sinks, *operands],
         [
-            jax.ShapeDtypeStruct((b, t, n, inputs.value.shape[3]), inputs.query.dtype),
+            jax.ShapeDtypeStruct((b, t, n, inputs.value.shape[3]), dtype),
             jax.ShapeDtypeStruct((b, n, t), jnp.float32),
         ],
         static,

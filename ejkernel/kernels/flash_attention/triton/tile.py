@@ -324,6 +324,9 @@ def dropout_keep(
     q, k = tile_offsets(static, transposed)
     q += q_start
     k += k_start
+    if static.dropout_shares:
+        shares = dropout_counters + 1 + static.heads + static.batch
+        q, k = _share_position(q, shares), _share_position(k, shares + 4)
     seed = tl.load(dropout_counters).to(tl.uint32, bitcast=True)
     head_index = tl.load(dropout_counters + 1 + head).to(tl.uint32, bitcast=True)
     batch_index = tl.load(dropout_counters + 1 + static.heads + batch).to(tl.uint32, bitcast=True)
@@ -334,6 +337,13 @@ def dropout_keep(
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15) ^ second) * 0x846CA68B
     return (x ^ (x >> 16)) >= static.dropout_threshold
+
+
+@triton_jit
+def _share_position(index: Tensor, share: Pointer):
+    """The position of each token of a share of a sequence: a + b i, and d more for i >= c."""
+    jump = tl.where(index >= tl.load(share + 2), tl.load(share + 3), 0)
+    return tl.load(share) + tl.load(share + 1) * index + jump
 
 
 @triton_jit
