@@ -67,6 +67,11 @@ def why_not(inputs: Inputs, spec: Spec, device: Device) -> str | None:
     return None
 
 
+def heuristic(inputs: Inputs, spec: Spec, device: Device | None) -> PagedConfig:
+    """The empty configuration: the attention chooses for the device."""
+    return spec.config()
+
+
 def candidates(inputs: Inputs, spec: Spec, device: Device) -> list[PagedConfig]:
     """The candidates of the attention."""
     return attention.candidates(attention_call(inputs, spec), spec, device)
@@ -329,7 +334,7 @@ IMPLEMENTATION = Implementation(
         run=run_forward,
         features=KERNEL_FEATURES,
         why_not=why_not,
-        heuristic=attention.heuristic,
+        heuristic=heuristic,
         candidates=candidates,
     ),
 )
