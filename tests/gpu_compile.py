@@ -131,9 +131,11 @@ def in_a_process(
     """A Python file run with these arguments, which finds the package and the tests."""
     paths = [str(ROOT), str(ROOT / "tests"), *filter(None, sys.path)]
     everything = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(paths), **environment}
+    # Triton reads it once in a process: this one may interpret, the other compiles.
+    inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     return subprocess.run(
         [sys.executable, program, *arguments],
-        env={**os.environ, **everything},
+        env={**inherited, **everything},
         capture_output=True,
         text=True,
         timeout=timeout,

@@ -1,6 +1,7 @@
 """The mesh around a call: JAX's own context, and the older `with mesh:`."""
 
 from collections.abc import Hashable
+from typing import Any
 
 import jax
 from jax.core import AbstractValue
@@ -25,8 +26,8 @@ def bound_axis_size(name: Hashable) -> int | None:
         return None
 
 
-def varying_axes(x: ArrayLike | AbstractValue) -> frozenset[str]:
-    """The mapped mesh axes over which an array, or its type, differs from device to device."""
+def varying_axes(x: Any) -> frozenset[str]:
+    """The mapped mesh axes over which an array, a reference or a type differs between devices."""
     kind = x if isinstance(x, AbstractValue) else jax.typeof(x)
     return getattr(getattr(kind, "manual_axis_type", None), "varying", frozenset())
 
