@@ -4,8 +4,10 @@
 the quick selection; of 70 more calls those that differ come with the slow tests.
 """
 
+import numpy as np
 import pytest
 from conformance import illegal_calls
+from conformance.illegal_calls import Illegal
 
 from ejkernel.kernels import OPS
 
@@ -31,9 +33,13 @@ def check(calls):
 
 
 def test_an_accepted_call_is_a_complaint():
-    legal = illegal_calls.every(0)[0]
-    given = {"query": 0}
-    assert illegal_calls.complaint(legal._replace(operation="flash_attention", arguments=given))
+    legal = {"x": np.ones((1, 4, 8), np.float32)}
+    assert illegal_calls.complaint(Illegal("mean_pooling", legal, "nothing")) == "accepted"
+
+
+def test_the_words_of_others_are_a_complaint():
+    others = Illegal("flash_attention", {"query": 0}, "no key, no value")
+    assert "in other words" in str(illegal_calls.complaint(others))
 
 
 def test_the_calls_are_more_than_two_thousand():
