@@ -44,6 +44,11 @@ class Dropout(NamedTuple):
     rows: Int[Array, "4"] | None = None
     columns: Int[Array, "4"] | None = None
 
+    @property
+    def of_shares(self) -> bool:
+        """Whether queries or keys are a share of a sequence, whose positions are counted."""
+        return self.rows is not None or self.columns is not None
+
 
 def position(share: Any, index: jax.Array) -> jax.Array:
     """The position of each token of a share: `a + b i`, and d more for `i >= c`.

@@ -76,6 +76,8 @@ def why_not(inputs: Inputs, spec: Spec, device: Device) -> str | None:
         return f"needs at most {schedule.MOST_KEYS} keys, got {inputs.key.shape[1]}"
     if not spec.softmax_scale > 0:
         return f"needs a positive softmax_scale, got {spec.softmax_scale}"
+    if inputs.dropout is not None and inputs.dropout.of_shares:
+        return "drops weights by index, not by the positions of a share of a sequence"
     return mask_operands.why_not(inputs.mask or Everything())
 
 

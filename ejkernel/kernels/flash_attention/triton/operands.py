@@ -192,7 +192,7 @@ def _softmax(inputs: Inputs, spec: Spec) -> dict[str, Any]:
         "soft_cap": cap,
         "sinks": inputs.sinks is not None,
         "dropout": inputs.dropout is not None,
-        "dropout_shares": _has_shares(inputs),
+        "dropout_shares": inputs.dropout is not None and inputs.dropout.of_shares,
         "dropout_threshold": dropout.threshold(spec.dropout_prob),
         "dropout_scale": 1.0 / (1.0 - spec.dropout_prob),
         "bias": inputs.bias is not None,
@@ -205,15 +205,10 @@ def _dropout_counters(inputs: Inputs) -> jax.Array | None:
         return None
     seed, batch, head = map(_as_int32, inputs.dropout[:3])
     counters = [seed.reshape(1), head, batch]
-    if _has_shares(inputs):
+    if inputs.dropout.of_shares:
         same = jnp.array([0, 1, 0, 0], jnp.int32)  # each position is its index
         counters += [same if x is None else _as_int32(x) for x in inputs.dropout[3:]]
     return jnp.concatenate(counters)
-
-
-def _has_shares(inputs: Inputs) -> bool:
-    """Whether queries or keys are a share of a sequence, whose positions dropout counts."""
-    return inputs.dropout is not None and any(x is not None for x in inputs.dropout[3:])
 
 
 def _as_int32(x: ArrayLike) -> jax.Array:
