@@ -25,7 +25,10 @@ class ConfigCache:
 
     @property
     def version(self) -> int:
-        """Grows with every change, so that what was derived from the cache can tell it is stale."""
+        """Grows with every change, so that what was derived from the cache can tell it is stale.
+
+        Not with `record`.
+        """
         return self._version
 
     def get(self, key: Hashable, default: object = None) -> Any:
@@ -39,6 +42,11 @@ class ConfigCache:
                 return
             self._entries[key] = value
             self._version += 1
+
+    def record(self, key: Hashable, value: object) -> None:
+        """Store what a choice came to: later ones for the same call come to the same."""
+        with self._lock:
+            self._entries[key] = value
 
     def clear(self) -> None:
         """Forget every configuration."""

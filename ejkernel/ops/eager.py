@@ -71,8 +71,8 @@ def _described(x: object, arrays: list[jax.Array]) -> Hashable | None:
     """
     if type(x) in _STATIC:
         return None if x != x else (type(x), x)  # a NaN is never found again
-    if type(x) is tuple and all(type(y) in _STATIC for y in x):
-        return (*map(type, x), *x)
+    if type(x) is tuple and all(type(y) in _STATIC and y == y for y in x):
+        return (tuple, *map(type, x), *x)
     if not _is_concrete(x):
         return None
     array: Any = x

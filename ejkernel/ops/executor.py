@@ -145,7 +145,7 @@ class Executor:
         if cfg is None and isinstance(kernel, Kernel):
             cfg = self.choose_config(kernel, *args, **kwargs).params
         leaves, treedef = jax.tree.flatten(example)
-        is_array = [hasattr(leaf, "dtype") and hasattr(leaf, "shape") for leaf in leaves]
+        is_array = list(map(_is_array, leaves))
 
         @jax.jit
         def run(arrays: list[Any]) -> Any:
@@ -161,6 +161,14 @@ class Executor:
                 raise ValueError(
                     "Executor.compile: the call differs in structure from the example."
                 )
+            for is_dynamic, x, expected in zip(is_array, given, leaves, strict=True):
+                if is_dynamic or x is expected:
+                    continue
+                if _is_array(x) or x != expected:
+                    raise ValueError(
+                        "Executor.compile: what is no array is compiled into the function; the "
+                        f"example had {expected!r}, got {x!r}."
+                    )
             return run([x for a, x in zip(is_array, given, strict=True) if a])
 
         return runner
@@ -341,6 +349,10 @@ class Executor:
             out_specs=request.out_specs,
             check_vma=False,
         )(*args)
+
+
+def _is_array(x: object) -> bool:
+    return hasattr(x, "dtype") and hasattr(x, "shape")
 
 
 def _with_mesh(op: Op, leaves: list[Any], request: Request) -> Request:

@@ -5,6 +5,7 @@ import contextvars
 import dataclasses
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,6 +17,10 @@ from ejkernel.ops.persistent import StoredConfig, read_table, write_table
 _RECORDED: dict[Key, Invocation] = {}
 _SCOPES: contextvars.ContextVar[tuple[dict[Key, Invocation], ...]] = contextvars.ContextVar(
     "recordings", default=()
+)
+# The overlays of surrounding results, the innermost last.
+_ENTERED: contextvars.ContextVar[tuple[AbstractContextManager[None], ...]] = contextvars.ContextVar(
+    "entered", default=()
 )
 
 
@@ -72,14 +77,17 @@ class AutotuningResult:
     """
 
     entries: dict[Key, Any]
-    _stack: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
 
     def __enter__(self) -> "AutotuningResult":
-        self._stack.enter_context(overlay_cache(self.entries))
+        overlay = overlay_cache(self.entries)
+        overlay.__enter__()
+        _ENTERED.set((*_ENTERED.get(), overlay))
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._stack.close()
+        *outer, overlay = _ENTERED.get()
+        _ENTERED.set(tuple(outer))
+        overlay.__exit__(None, None, None)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the configurations to a file, for `load` on another day or machine.

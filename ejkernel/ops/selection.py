@@ -1,9 +1,11 @@
 """From a call to its configuration: the first of eight places that knows one."""
 
+import contextlib
+import contextvars
 import dataclasses
 import threading
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import jax
@@ -22,6 +24,10 @@ from ejkernel.ops.policy import AutotunePolicy
 from ejkernel.ops.tuner import Tuned, Tuner
 
 Supported = list[tuple[Source, Pass]]
+# The chains that measure a call around this one.
+_MEASURING: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar(
+    "measuring", default=frozenset()
+)
 
 
 class ConfigSelectorChain:
@@ -54,13 +60,12 @@ class ConfigSelectorChain:
         self.persistent = persistent
         self.persist_autotune = persist_autotune
         self.on_event = on_event
-        self._tuning = threading.RLock()
-        self._remembered = 0  # entries that record a choice and so change none
+        self._tuning = threading.Lock()
 
     def state(self) -> tuple[Hashable, ...]:
         """Changes whenever a later choice for the same call may come out differently."""
         return (
-            self.cache.version - self._remembered,
+            self.cache.version,
             self.policy,
             policies.state(),
             caches.overlay_state(),
@@ -125,7 +130,7 @@ class ConfigSelectorChain:
             if (choice := _restored(cfg, inv, supported)) is None:
                 continue
             if level in ("persistent", "shipped"):
-                self._remember(inv, cfg)
+                self.cache.record(inv.key, cfg)
             event = "overlay_hit" if level == "overlay" else "cache_hit"
             self.emit(event, key=inv.key, cfg=cfg, level=level)
             return choice
@@ -155,12 +160,29 @@ class ConfigSelectorChain:
         here = inv.device.fingerprint == device_fingerprint()
         if len(choices) < 2 or not here or jax.process_count() > 1:
             return None
-        with self._tuning:
+        with self._alone():
             # Another thread may have measured the same call while this one waited.
             if choice := _restored(self.cache.get(inv.key), inv, supported):
                 return choice
-            tuned = self._tuned(inv, choices, self.tuner.autotune if own else self.tuner.compare)
+            measure = self.tuner.autotune if own else self.tuner.compare
+            tuned = self._tuned(inv, choices, measure, self.cache.record)
         return tuned and tuned.best
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One thread measures at a time; a call inside of what is measured does not wait.
+
+        The measurement runs in a thread of its own, with the context of the one that waits for it.
+        """
+        if id(self) in _MEASURING.get():
+            yield
+            return
+        with self._tuning:
+            token = _MEASURING.set(_MEASURING.get() | {id(self)})
+            try:
+                yield
+            finally:
+                _MEASURING.reset(token)
 
     def candidates(self, inv: Invocation) -> list[Choice]:
         """Every platform and parameter set that `tune` would measure for the call."""
@@ -173,13 +195,15 @@ class ConfigSelectorChain:
         """Measure every candidate of the call now and remember the winner."""
         if choices is None:
             choices = self.candidates(inv)
-        return self._tuned(inv, choices, self.tuner.autotune)
+        # What was compiled before was chosen otherwise: `put` tells that it is stale.
+        return self._tuned(inv, choices, self.tuner.autotune, self.cache.put)
 
     def _tuned(
         self,
         inv: Invocation,
         choices: list[Choice],
         measure: Callable[[Invocation, list[Choice]], Tuned | None],
+        remember: Callable[[Key, object], None],
     ) -> Tuned | None:
         self.emit("autotune_start", key=inv.key, candidates=len(choices))
         tuned = measure(inv, choices)
@@ -187,16 +211,11 @@ class ConfigSelectorChain:
             self.emit("autotune_finish", key=inv.key, cfg=None)
             return None
         cfg = _stored(tuned.best, inv)
-        self._remember(inv, cfg)
+        remember(inv.key, cfg)
         if self.persist_autotune and (disk := self._disk(inv.op.name)):
             disk.put(inv.key, cfg)
         self.emit("autotune_finish", key=inv.key, cfg=cfg, seconds=tuned.seconds)
         return tuned
-
-    def _remember(self, inv: Invocation, cfg: object) -> None:
-        with self._tuning:
-            self._remembered += 1
-            self.cache.put(inv.key, cfg)
 
     def _disk(self, name: str) -> PersistentCache | None:
         return self.persistent(name) if callable(self.persistent) else self.persistent

@@ -1,5 +1,8 @@
 """`ejkernel.autotune` measures the operations that a function calls."""
 
+import concurrent.futures
+import threading
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -13,6 +16,7 @@ from ejkernel.ops import (
     default_executor,
     record_invocations,
 )
+from ejkernel.ops.cache import current_overlay
 
 X = jax.ShapeDtypeStruct((3, 24, 8), jnp.float32)
 
@@ -32,6 +36,37 @@ def test_later_calls_find_the_result():
     assert [*calls] == [*tuned.entries]
     (key,) = calls
     assert default_executor().chooser.cache.get(key) == tuned.entries[key]
+
+
+def test_calls_that_were_made_before_find_the_result_too():
+    chooser = default_executor().chooser
+    chooser.cache.clear()
+    ejkernel.mean_pooling(jnp.ones(X.shape))
+    before = chooser.state()
+    ejkernel.autotune(ejkernel.mean_pooling, X)
+    assert chooser.state() != before
+
+
+def test_a_result_is_entered_twice_and_in_several_threads():
+    key = ("cpu|cpu", "scale@v1", "0123456789abcdef")
+    tuned = AutotuningResult({key: 64})
+    assert tuned == AutotuningResult({key: 64})
+    with tuned:
+        with tuned:
+            assert current_overlay(key) == 64
+        assert current_overlay(key) == 64
+    both = threading.Barrier(2)
+
+    def inside():
+        with tuned:
+            both.wait()
+            found = current_overlay(key)
+            both.wait()
+        return found, current_overlay(key)
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        threads = [pool.submit(inside) for _ in range(2)]
+        assert [x.result() for x in threads] == [(64, None)] * 2
 
 
 def test_arguments_that_are_no_arrays_are_given_on():

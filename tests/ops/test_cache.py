@@ -42,7 +42,10 @@ def test_the_version_grows_with_every_change_and_only_then():
     version = cache.version
     cache.put(KEY, 64)
     cache.get(KEY)
+    cache.record(KEY, 128)
+    cache.record(OTHER, 128)
     assert cache.version == version
+    assert (cache.get(KEY), cache.get(OTHER)) == (128, 128)
 
 
 def test_threads_lose_no_entry_and_no_version():

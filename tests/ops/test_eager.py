@@ -43,6 +43,13 @@ def test_the_function_runs_once_for_each_kind_of_call():
     assert len(ran) == 5
 
 
+def test_a_pair_a_single_number_and_a_tuple_of_one_are_told_apart():
+    eager, ran = programs()
+    for factor in (5, (5,), (5, 5), (5.0,), (True,)):
+        eager((X,), {"other": factor})
+    assert [x["other"] for x in ran] == [5, (5,), (5, 5), (5.0,), (True,)]
+
+
 @pytest.mark.parametrize(
     "argument",
     [
@@ -51,9 +58,10 @@ def test_the_function_runs_once_for_each_kind_of_call():
         np.ones((1, 2, 3)),
         [1.0],
         float("nan"),
+        (1.0, float("nan")),
         ejkernel.MaskInfo.from_segments(jnp.zeros((1, 4), int)),
     ],
-    ids=["integers", "two axes", "NumPy", "a list", "NaN", "a mask"],
+    ids=["integers", "two axes", "NumPy", "a list", "NaN", "a tuple with NaN", "a mask"],
 )
 def test_arguments_whose_values_matter_are_not_looked_up(argument):
     eager, ran = programs()

@@ -173,6 +173,34 @@ def test_what_was_measured_is_found_on_disk_by_the_next_process(watched, tmp_pat
     assert later.choose_config(Scale(), X).params == tuned
 
 
+@pytest.mark.parametrize("known", [False, True], ids=["measured", "known"])
+def test_a_kernel_is_measured_that_runs_another_one(watched, tmp_path, known):
+    executor, _ = watched
+    disk = executor.chooser.persistent = PersistentCache("scale", tmp_path / "scale.json")
+    if known:
+        disk.put(executor.invocation(Scale(), jnp.asarray(X)).key, ScaleConfig(64))
+
+    class Twice(Scale):
+        def run(self, x, *, factor=2.0, cfg):
+            return executor(Scale(), x, factor=factor)
+
+    thread = threading.Thread(target=lambda: executor(Twice("twice"), X), daemon=True)
+    thread.start()
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+
+
+def test_what_is_tuned_after_a_call_is_used_by_the_next():
+    executor = Executor(ConfigSelectorChain(ConfigCache(), HEURISTICS))
+    executor(Scale(), X)
+    inv = executor.invocation(Scale(), X)
+    candidates = executor.chooser.candidates(inv)
+    executor.chooser.tune(inv, [x for x in candidates if x.params == ScaleConfig(64)])
+    Scale.ran.clear()
+    executor(Scale(), X)
+    assert Scale.ran == [64]
+
+
 def test_one_candidate_is_not_worth_tuning(watched):
     executor, events = watched
     executor(Cube(), X, X)
@@ -238,6 +266,10 @@ def test_compile_gives_a_function_of_the_arrays(watched):
     np.testing.assert_array_equal(run(X + 1, factor=3.0), 3 * (X + 1))
     with pytest.raises(ValueError, match="differs in structure"):
         run(X, X, factor=3.0)
+    with pytest.raises(ValueError, match=r"the example had 3\.0, got 4\.0"):
+        run(X, factor=4.0)
+    with pytest.raises(ValueError, match=r"the example had 3\.0, got array\(\[3"):
+        run(X, factor=np.full(2, 3.0))
 
 
 def test_the_platform_variant_runs_on_its_platform(watched):
