@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from ejkernel import settings
-from ejkernel.errors import CacheWarning, UnsupportedError
+from ejkernel.errors import CacheWarning, TuningWarning, UnsupportedError
 from ejkernel.ops import cache as caches
 from ejkernel.ops import policy as policies
 from ejkernel.ops.cache import ConfigCache
@@ -159,7 +159,19 @@ class ConfigSelectorChain:
             # Another thread may have measured the same call while this one waited.
             if choice := _restored(self.cache.get(inv.key), inv, supported):
                 return choice
-            tuned = self._tuned(inv, choices, self.tuner.autotune if own else self.tuner.compare)
+            measure = self.tuner.autotune if own else self.tuner.compare
+            try:
+                tuned = self._tuned(inv, choices, measure)
+            except Exception as error:  # such as no memory for the data: the call itself may run
+                reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+                warnings.warn(
+                    f"{inv.op.identifier(inv.direction)}: its configurations cannot be measured "
+                    f"({reason}); going on without.",
+                    TuningWarning,
+                    stacklevel=2,
+                )
+                self.emit("autotune_finish", key=inv.key, cfg=None)
+                return None
         return tuned and tuned.best
 
     def candidates(self, inv: Invocation) -> list[Choice]:
