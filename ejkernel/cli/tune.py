@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -159,14 +160,35 @@ def _outcomes(
         return
     # Each takes what it needs of the device's memory, not most of it as it would alone.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    with tempfile.TemporaryDirectory() as folder, _pool(workers, report) as pool:
+    with tempfile.TemporaryDirectory() as folder:
         task = dataclasses.replace(task, lock=Path(folder) / "device.lock")
+        again = []
+        for one, outcome in _from_processes(task, passes, workers, report):
+            if isinstance(outcome, BrokenProcessPool):
+                again.append(one)
+            else:
+                yield one, outcome
+        # A process that died took those with it that waited: each gets one of its own.
+        for pass_ in again:
+            for one, outcome in _from_processes(task, [pass_], 1, report):
+                if isinstance(outcome, BrokenProcessPool):
+                    outcome = _failure(one, outcome)
+                yield one, outcome
+
+
+def _from_processes(
+    task: Task, passes: list[Pass], workers: int, report: Report
+) -> Iterator[tuple[Pass, Outcome | BrokenProcessPool]]:
+    """The outcome of each pass, or `BrokenProcessPool` where a process died."""
+    with _pool(workers, report) as pool:
         with _interrupts_held_back():
             under_way = {pool.submit(_in_worker, task, one): one for one in passes}
         for done in as_completed(under_way):
-            # A process that was killed raises here, for itself and for those that wait.
             one, error = under_way[done], done.exception()
-            yield one, done.result() if error is None else _failure(one, error)
+            if isinstance(error, BrokenProcessPool):
+                yield one, error
+            else:
+                yield one, done.result() if error is None else _failure(one, error)
 
 
 @contextlib.contextmanager

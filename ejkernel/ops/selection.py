@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from ejkernel import settings
-from ejkernel.errors import CacheWarning, UnsupportedError
+from ejkernel.errors import CacheWarning, TuningWarning, UnsupportedError
 from ejkernel.ops import cache as caches
 from ejkernel.ops import policy as policies
 from ejkernel.ops.cache import ConfigCache
@@ -165,7 +165,18 @@ class ConfigSelectorChain:
             if choice := _restored(self.cache.get(inv.key), inv, supported):
                 return choice
             measure = self.tuner.autotune if own else self.tuner.compare
-            tuned = self._tuned(inv, choices, measure, self.cache.record)
+            try:
+                tuned = self._tuned(inv, choices, measure, self.cache.record)
+            except Exception as error:  # such as no memory for the data: the call itself may run
+                reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+                warnings.warn(
+                    f"{inv.op.identifier(inv.direction)}: its configurations cannot be measured "
+                    f"({reason}); going on without.",
+                    TuningWarning,
+                    stacklevel=2,
+                )
+                self.emit("autotune_finish", key=inv.key, cfg=None)
+                return None
         return tuned and tuned.best
 
     @contextlib.contextmanager

@@ -137,11 +137,18 @@ class _Sampler:
         return (time.perf_counter() - start) / self.repeats
 
 
-def outside_trace(fn: Callable[[], _Result]) -> _Result:
+def outside_trace(fn: Callable[[], _Result], seconds: float | None = None) -> _Result:
     """Run `fn()` as if no trace were active, so that it can compile and time while one is.
 
     JAX keeps its traces per thread: `fn` runs in a new one, with the caller's context variables,
     default device, x64 mode and matmul precision. `fn` must not touch the caller's tracers.
+
+    Args:
+        fn: What to run.
+        seconds: How long to wait for it; its thread is left alone then. None: for ever.
+
+    Raises:
+        TimeoutError: it takes longer.
 
     >>> def traced(x):
     ...     return x * outside_trace(lambda: float(jax.numpy.sum(jax.numpy.ones(3))))
@@ -169,7 +176,9 @@ def outside_trace(fn: Callable[[], _Result]) -> _Result:
 
     thread = threading.Thread(target=run, name="ejkernel-outside-trace", daemon=True)
     thread.start()
-    thread.join()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise TimeoutError(f"it did not end within {seconds:g} s")
     if errors:
         raise errors[0]
     return results[0]

@@ -70,6 +70,8 @@ class Tuner:
             tune on one device at the same time share it.
         report: called after each candidate; None prints a line to stderr, as
             `EJKERNEL_AUTOTUNE_PROGRESS` says.
+        timeout: seconds after which a candidate that is still being compiled, or still runs, is
+            dropped.
     """
 
     def __init__(
@@ -78,15 +80,19 @@ class Tuner:
         iters: int = 3,
         device_lock: AbstractContextManager[object] | None = None,
         report: Callable[[Progress], None] | None = None,
+        timeout: float = 300.0,
     ) -> None:
         if warmup < 0 or iters < 1:
             raise ValueError(
                 f"Tuner: warmup must be at least 0 and iters at least 1, got {warmup} and {iters}."
             )
+        if not timeout > 0:
+            raise ValueError(f"Tuner: timeout must be positive, got {timeout}.")
         self.warmup: int = warmup
         self.iters: int = iters
         self.device_lock: AbstractContextManager[object] = device_lock or contextlib.nullcontext()
         self.report: Callable[[Progress], None] = report or _print_progress
+        self.timeout: float = timeout
 
     def measure(self, function: Callable[..., Any], *args: object) -> float:
         """Seconds of the fastest of `iters` runs of `function(*args)`."""
@@ -104,6 +110,12 @@ class Tuner:
         compiled = run.lower(*arguments).compile()
         with self.device_lock:
             return jax.block_until_ready(compiled(*arguments))
+
+    def within_time(self, function: Callable[..., Any], *args: object) -> Any:
+        """The result of `function(*args)` on the device; a `TimeoutError` if it takes too long."""
+        return timing.outside_trace(
+            lambda: jax.block_until_ready(function(*args)), seconds=self.timeout
+        )
 
     def autotune(self, inv: Invocation, choices: list[Choice]) -> Tuned | None:
         """The fastest of `choices` that runs and agrees; None when none does."""
@@ -154,9 +166,9 @@ class Tuner:
         with compiled_together(runs, arguments, inv.device) as compiled_runs:
             for choice, compiled in zip(choices, compiled_runs, strict=True):
                 try:
-                    run = compiled()
+                    run = self.within_time(compiled)
                     with self.device_lock:
-                        result = jax.block_until_ready(run(*arguments))
+                        result = self.within_time(run, *arguments)
                         reason = None if expected is None else difference(result, expected)
                     expected = result if expected is None else expected
                 except Exception as error:  # a candidate that fails is dropped
@@ -224,9 +236,10 @@ class _Search:
         with compiled_together(runs, arguments, inv.device) as compiled_runs:
             for choice, compiled in zip(choices, compiled_runs, strict=True):
                 try:
-                    run, seconds = compiled(), None
+                    run, seconds = self._tuner.within_time(compiled), None
                     with self._tuner.device_lock:
-                        reason = self._check.objection(run(*arguments))
+                        result = self._tuner.within_time(run, *arguments)
+                        reason = self._check.objection(result)
                         if reason is None:
                             seconds = self._tuner.time_candidate(run, arguments, self._best)
                 except Exception as error:  # a candidate that fails is dropped

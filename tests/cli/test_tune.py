@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from cli.commands import WIDTHS, run, sentence, too_wide
+from cli.dying_task import DIES, Dying
 from rich.console import Console
 
 from ejkernel import settings
@@ -105,6 +106,14 @@ def test_several_processes_write_what_one_would():
     for call in subject.workloads[:6]:
         known = cache.get(subject.invocation(call.build()).key) is not None
         assert known == (call.name in ("plain", "mask"))
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_costs_no_other_pass():
+    passes = [tuning.Pass(name, "forward") for name in ("plain", DIES, "mask")]
+    found = dict(tuning._outcomes(Dying("mean_pooling", "float32", 1), passes, 2, print))
+    assert [found[one].failed for one in passes] == [False, True, False]
+    assert found[passes[1]].said.startswith(f"{DIES} forward: failed, BrokenProcessPool: ")
 
 
 def test_a_pass_that_fails_costs_no_other(monkeypatch, two_candidates):

@@ -1,0 +1,168 @@
+"""Tuning survives candidates that hang, fail or lie, and processes that die or do the same."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ops.kernels import Scale, ScaleConfig
+
+import ejkernel
+from ejkernel import settings
+from ejkernel.errors import TuningWarning
+from ejkernel.ops import (
+    AutotunePolicy,
+    ConfigCache,
+    ConfigSelectorChain,
+    Executor,
+    PersistentCache,
+    Tuner,
+    tuner,
+)
+
+ALWAYS = AutotunePolicy(allow_autotune=True)
+X = np.arange(6.0, dtype=np.float32).reshape(2, 3)
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 99 bytes."
+
+
+class Faulty(Scale):
+    """With small blocks it does what it is given."""
+
+    version = "faulty"
+
+    def __init__(self, fault):
+        super().__init__("faulty")
+        self.fault = fault
+
+    def run(self, x, *, factor=2.0, cfg):
+        return self.fault(x * factor) if cfg.block == 64 else x * factor
+
+
+def chosen_with(fault, **options):
+    """The result and the configuration of a call that measures a faulty candidate."""
+    chain = ConfigSelectorChain(ConfigCache(), ALWAYS, tuner=Tuner(**options))
+    kernel, executor = Faulty(fault), Executor(chain)
+    result = executor(kernel, X)
+    return result, executor.choose_config(kernel, X).params
+
+
+def raise_(error):
+    raise error
+
+
+def hang_while_compiled(y):
+    time.sleep(30)
+    return y
+
+
+def hang_while_run(y):
+    def wait(y):
+        time.sleep(8)
+        return y
+
+    return jax.pure_callback(wait, jax.ShapeDtypeStruct(y.shape, y.dtype), y)
+
+
+FAULTS = {
+    "out of memory": (
+        lambda y: raise_(jax.errors.JaxRuntimeError(OUT_OF_MEMORY)),
+        "RESOURCE_EXHAUSTED",
+    ),
+    "one element is wrong": (lambda y: y.at[1, 1].add(0.01), "is off by"),
+    "one element is NaN": (lambda y: y.at[1, 1].set(jnp.nan), "is off by nan|is off by inf"),
+    "another shape": (lambda y: y[:1], "gives shape"),
+    "another exception": (lambda y: raise_(KeyError("block")), "KeyError"),
+}
+
+
+@pytest.mark.parametrize(("fault", "said"), FAULTS.values(), ids=FAULTS.keys())
+def test_a_faulty_candidate_is_dropped_and_named(fault, said):
+    with pytest.warns(TuningWarning, match=f"dropped 1 of 2.*({said})"):
+        result, params = chosen_with(fault)
+    assert params == ScaleConfig(128)
+    np.testing.assert_array_equal(result, 2 * X)
+
+
+@pytest.mark.parametrize("hang", [hang_while_compiled, hang_while_run])
+def test_a_candidate_that_hangs_is_dropped_after_its_time(hang):
+    start = time.monotonic()
+    with pytest.warns(TuningWarning, match="TimeoutError: it did not end within 2 s"):
+        _, params = chosen_with(hang, timeout=2.0)
+    assert params == ScaleConfig(128)
+    assert time.monotonic() - start < 25
+
+
+@pytest.mark.parametrize("timeout", [0.0, -1.0, float("nan")])
+def test_a_time_that_is_none_is_refused(timeout):
+    with pytest.raises(ValueError, match=r"^Tuner: timeout must be positive"):
+        Tuner(timeout=timeout)
+
+
+def test_without_memory_for_its_data_nothing_is_measured_and_the_call_runs(monkeypatch):
+    fail = lambda *_: raise_(jax.errors.JaxRuntimeError(OUT_OF_MEMORY))
+    monkeypatch.setattr(tuner, "random_arguments", fail)
+    events = []
+    chain = ConfigSelectorChain(
+        ConfigCache(), ALWAYS, on_event=lambda name, **_: events.append(name)
+    )
+    with pytest.warns(TuningWarning, match=r"cannot be measured \(JaxRuntimeError: RESOURCE_EXH"):
+        result = Executor(chain)(Scale(), X)
+    np.testing.assert_array_equal(result, 2 * X)
+    assert events == ["autotune_start", "autotune_finish", "heuristics"]
+
+
+# Prints when it starts to measure; its first candidate takes as long as the first argument says.
+PROGRAM = """
+import sys, time
+import numpy as np
+from ops.kernels import Scale
+from ejkernel.ops import *
+
+class Slow(Scale):
+    def run(self, x, *, factor=2.0, cfg):
+        if cfg.block == 64:
+            print("measuring", flush=True)
+            time.sleep(float(sys.argv[1]))
+        return x * factor
+
+chain = ConfigSelectorChain(
+    ConfigCache(), AutotunePolicy(allow_autotune=True), persistent=PersistentCache
+)
+assert (Executor(chain)(Slow(), np.ones(4, np.float32)) == 2).all()
+print("done", flush=True)
+"""
+
+
+def start(directory, seconds):
+    """Another process that measures the same call, with the cache in this directory."""
+    paths = [str(Path(ejkernel.__file__).parents[1]), str(Path(__file__).parents[1])]
+    process = subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", PROGRAM, str(seconds)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join(paths), "EJKERNEL_CACHE_DIR": str(directory)},
+    )
+    assert process.stdout
+    assert process.stdout.readline() == "measuring\n"
+    return process
+
+
+@pytest.mark.slow
+def test_two_processes_may_measure_the_same_call_and_one_of_them_may_die(tmp_path):
+    killed, *others = [start(tmp_path, seconds) for seconds in (60, 1, 1)]
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    for process in others:
+        said, _ = process.communicate(timeout=120)
+        assert (process.returncode, said.split()[-1]) == (0, "done")
+    with settings.override(cache_dir=tmp_path):
+        ((_, config),) = PersistentCache("scale").items()
+    assert config["block"] in (64, 128)
+    assert {x.name for x in tmp_path.iterdir()} <= {"scale.json", "scale.json.lock"}
