@@ -1,9 +1,11 @@
-"""What the examples share: a text to train on, and how they report."""
+"""What the examples share: a text to train on, parts of a transformer, and how they report."""
 
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -11,6 +13,20 @@ def text_of_the_documentation() -> np.ndarray:
     """The pages of this repository's documentation as one array of bytes, the tokens."""
     pages = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
     return np.frombuffer(b"\n".join(page.read_bytes() for page in pages), np.uint8).astype(np.int32)
+
+
+def normalize(x: jax.Array) -> jax.Array:
+    """Root mean square normalisation of the last axis."""
+    return x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6)
+
+
+def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
+    """Rotary embedding of queries or keys [..., length, heads, head_dim]."""
+    half = x.shape[-1] // 2
+    angles = positions[..., None, None] * 1e4 ** (-jnp.arange(half) / half)
+    left, right = x[..., :half], x[..., half:]
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return jnp.concatenate([left * cos - right * sin, left * sin + right * cos], axis=-1)
 
 
 def check(claim: str, holds: bool) -> None:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from common import check, curve, table
+from common import check, curve, normalize, table
 
 from ejkernel import flash_attention
 
@@ -57,10 +57,6 @@ def init(key, *, width, layers, heads, **_):
         "layers": [{name: draw(*shape) for name, shape in shapes.items()} for _ in range(layers)],
         "velocity": jnp.zeros((width, 2)),
     }
-
-
-def normalize(x):
-    return x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6)
 
 
 def network(params, z, r, t, attend=flash_attention):

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from common import check, curve, table, text_of_the_documentation
+from common import check, curve, normalize, table, text_of_the_documentation
 
 from ejkernel import gla_attention, recurrent_attention
 
@@ -41,10 +41,6 @@ def init(key, *, width, layers, heads, **_):
     draw = lambda shape: width**-0.5 * jax.random.normal(next(keys), shape)
     layer = lambda: {name: draw(shape) for name, shape in shapes.items()}
     return {"embedding": draw((VOCABULARY, width)), "layers": [layer() for _ in range(layers)]}
-
-
-def normalize(x):
-    return x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6)
 
 
 def model(params, tokens, states=None):

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from common import check, table, text_of_the_documentation
+from common import check, normalize, rotate, table, text_of_the_documentation
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -37,19 +37,6 @@ def init(key, *, width, layers, heads, **_):
     draw = lambda shape: width**-0.5 * jax.random.normal(next(keys), shape)
     layer = lambda: {name: draw(shape) for name, shape in shapes.items()}
     return {"embedding": draw((256, width)), "layers": [layer() for _ in range(layers)]}
-
-
-def normalize(x):
-    return x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6)
-
-
-def rotate(x, positions):
-    """Rotary embedding of [batch, length, heads, head_dim]."""
-    half = x.shape[-1] // 2
-    angles = positions[..., None, None] * 1e4 ** (-jnp.arange(half) / half)
-    left, right = x[..., :half], x[..., half:]
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    return jnp.concatenate([left * cos - right * sin, left * sin + right * cos], axis=-1)
 
 
 def loss_of(params, data, attend):
