@@ -1,0 +1,57 @@
+"""What the examples share: a text to train on, parts of a transformer, and how they report."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def text_of_the_documentation() -> np.ndarray:
+    """The pages of this repository's documentation as one array of bytes, the tokens."""
+    pages = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
+    return np.frombuffer(b"\n".join(page.read_bytes() for page in pages), np.uint8).astype(np.int32)
+
+
+def normalize(x: jax.Array) -> jax.Array:
+    """Root mean square normalisation of the last axis."""
+    return x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6)
+
+
+def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
+    """Rotary embedding of queries or keys [..., length, heads, head_dim]."""
+    half = x.shape[-1] // 2
+    angles = positions[..., None, None] * 1e4 ** (-jnp.arange(half) / half)
+    left, right = x[..., :half], x[..., half:]
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return jnp.concatenate([left * cos - right * sin, left * sin + right * cos], axis=-1)
+
+
+def check(claim: str, holds: bool) -> None:
+    """Print a claim that holds; stop the program with exit status 1 at one that does not."""
+    print(f"{'ok' if holds else 'FAILED'}: {claim}")
+    if not holds:
+        sys.exit(1)
+
+
+def table(*rows: Sequence[object]) -> None:
+    """Print rows of cells, the first of them the header."""
+    cells = [[f"{x:.4g}" if isinstance(x, float) else str(x) for x in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for i, row in enumerate(cells):
+        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+        if i == 0:
+            print("  ".join("-" * width for width in widths))
+
+
+def curve(title: str, values: Sequence[float], width: int = 60, height: int = 8) -> None:
+    """Print a line chart of values over their index."""
+    columns = [float(np.mean(x)) for x in np.array_split(values, min(width, len(values)))]
+    low, high = min(columns), max(columns)
+    rows = [round((height - 1) * (high - x) / ((high - low) or 1)) for x in columns]
+    print(f"\n{title}")
+    for i in range(height):
+        level = high - (high - low) * i / (height - 1)
+        print(f"{level:9.3g} |" + "".join("*" if row == i else " " for row in rows).rstrip())
