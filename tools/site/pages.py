@@ -12,6 +12,7 @@ NOTES = ROOT / "benchmarks" / "notes"
 LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
 _FENCED = re.compile(r"^(```.*?^```)$", re.DOTALL | re.MULTILINE)
 _OTHER_PAGES = {
+    ROOT / "README.md": "readme.md",
     ROOT / "CHANGELOG.md": "changelog.md",
     ROOT / "CONTRIBUTING.md": "contributing.md",
     NOTES / "README.md": "notes/index.md",
@@ -27,8 +28,6 @@ def written() -> dict[str, Path]:
 
 def place(path: Path) -> str:
     """Where a file or folder of the repository is on the site."""
-    if path == ROOT / "README.md":
-        return "index.md"
     if path.is_relative_to(DOCS):
         return path.relative_to(DOCS).as_posix()
     if path in _OTHER_PAGES:
