@@ -20,7 +20,7 @@ stamp := $(VENV)/.installed
 pytest := $(bin)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadgroup -q
 on_cpu := JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1
 
-.PHONY: help demo test test-all test-rest test-tpu test-gpu test-integrations test-nightly test-package lint format bench tables clean
+.PHONY: help demo test test-all test-rest test-tpu test-gpu test-integrations test-nightly test-package test-docs docs docs-serve lint format bench tables clean
 help:
 	@echo "make demo          run every operation on this machine: checked, timed, compared with plain JAX"
 	@echo "make test          the quick test suite, minutes"
@@ -30,6 +30,8 @@ help:
 	@echo "make test-integrations  the drop-ins against Flax and Equinox, in an environment of their own"
 	@echo "make test-nightly  transformations of all workloads, slow tests of TPU and NVIDIA kernels; hours"
 	@echo "make test-package  build a wheel from the sdist, install it alone, run its demo"
+	@echo "make docs          build the documentation site into build/site (make docs-serve shows it while you write)"
+	@echo "make test-docs     build it, and load every page in a headless Chromium, if there is one"
 	@echo "make lint          ruff, pyright, types of the public interface (make format applies ruff's fixes)"
 	@echo "make bench         measure the CPU benchmarks (make tables only rewrites the generated tables)"
 	@echo "make clean         remove environments and caches"
@@ -86,6 +88,20 @@ test-package: | $(bin)/python
 		"$$(ls $(CURDIR)/build/package/*.whl)[cli]"
 	cd build/package && clean/bin/ejkernel --version && clean/bin/ejkernel demo
 
+# Fails on an example that does not run, a broken link, and a public name without a page.
+docs: $(VENV)-docs/.installed build/.examples
+	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build
+
+docs-serve: $(VENV)-docs/.installed
+	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs serve
+
+test-docs: docs
+	SITE=build/site $(bin)/python -m pytest -q -rs tests/docs/test_site.py $(ARGS)
+
+build/.examples: $(wildcard docs/*.md) README.md $(stamp)-test
+	$(pytest) tests/docs/test_documents.py -k our_documents
+	@mkdir -p build && touch $@
+
 lint: $(stamp)-dev
 	$(bin)/ruff check .
 	$(bin)/ruff format --check .
@@ -134,6 +150,13 @@ $(stamp)-gpu: pyproject.toml $(stamp)-test
 	version=$$($(bin)/python -c "import jax; print(jax.__version__)") && \
 	$(pip) install --quiet --no-deps --upgrade --target $(VENV)/cuda jax-cuda13-pjrt==$$version \
 		jax-cuda13-plugin==$$version nvidia-cuda-nvcc absl-py triton==3.6.0 "jax-triton>=0.3.1,<0.4"
+	@touch $@
+
+# In an environment of its own: the site is made from the sources, without importing them.
+$(VENV)-docs/.installed: pyproject.toml | $(bin)/python
+	$(bin)/python -m venv $(VENV)-docs
+	$(VENV)-docs/bin/python -m pip --disable-pip-version-check install --quiet --upgrade pip
+	$(VENV)-docs/bin/python -m pip --disable-pip-version-check install --quiet --group docs
 	@touch $@
 
 $(stamp)-dev: pyproject.toml $(stamp)-test

@@ -3,15 +3,30 @@
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from benchmarks.report import demo, limits, matrix, plot, results, scale, speed, targets
+from benchmarks.report import (
+    demo,
+    limits,
+    masks,
+    matrix,
+    plot,
+    reference,
+    results,
+    scale,
+    speed,
+    support,
+    targets,
+)
 from ejkernel.cli.demo_calls import BASELINES
+from ejkernel.kernels import OPS
 
 README = results.ROOT / "README.md"
 BENCHMARKS = results.ROOT / "docs" / "benchmarks.md"
-SCALE = results.ROOT / "docs" / "scale.md"
-IMAGES = results.ROOT / "docs" / "images"
+DOCS = results.ROOT / "docs"
+SCALE = DOCS / "scale.md"
+IMAGES = DOCS / "images"
 
 _CHARTS: dict[str, tuple[str, Callable[[], list[speed.Comparison]]]] = {
     "h200": ("Speed on one NVIDIA H200, bfloat16", speed.headlines),
@@ -82,6 +97,9 @@ _SECTIONS: dict[Path, dict[str, Callable[[], str]]] = {
         "layers": scale.whole_model,
         "choices": scale.choices,
     },
+    DOCS / "settings.md": {"variables": reference.variables},
+    DOCS / "api.md": {"index": reference.index},
+    **{DOCS / f"{name}.md": {"support": partial(support.table, name)} for name in OPS},
 }
 
 
@@ -105,6 +123,8 @@ def generated() -> dict[Path, str]:
             files[IMAGES / f"{name}-{theme}.svg"] = plot.chart(title, rows(), theme)
     for theme in plot.THEMES:
         files[IMAGES / f"scale-{theme}.svg"] = scale.chart(theme)
+        for name, mask in masks.drawn().items():
+            files[IMAGES / f"mask-{name}-{theme}.svg"] = masks.picture(name, mask, theme)
     return files
 
 

@@ -77,7 +77,7 @@ LEGEND = (
 
 
 @contextlib.contextmanager
-def _every_package_installed() -> Iterator[None]:
+def every_package_installed() -> Iterator[None]:
     """The matrix is about devices: what is installed here makes no difference to it."""
     with (
         mock.patch.object(importlib.util, "find_spec", return_value=object()),
@@ -101,12 +101,18 @@ def _call(operation: str, dtype: Any) -> Invocation:
     return found[0]
 
 
+@functools.cache
+def supporting(operation: str, column: Column, direction: Direction) -> list[Source]:
+    """The sources that take the call, in order."""
+    call = _call(operation, column.dtype)
+    with every_package_installed():
+        supported, _ = call.op.supporting(direction, call.inputs, call.spec, column.device, None)
+    return [source for source, _ in supported]
+
+
 def platforms(operation: str, column: Column, direction: Direction) -> list[Source]:
     """The sources that take the call, in order; XLA only where no other is preferred to it."""
-    call = _call(operation, column.dtype)
-    with _every_package_installed():
-        supported, _ = call.op.supporting(direction, call.inputs, call.spec, column.device, None)
-    sources = [source for source, _ in supported]
+    sources = supporting(operation, column, direction)
     if sources and sources[0].platform is Platform.XLA:
         return sources
     return [x for x in sources if x.platform is not Platform.XLA]

@@ -34,7 +34,13 @@ _COLOURS: dict[Theme, _Colours] = {
 }
 
 
-def _text(x: float, y: float, words: str, colour: str, size: int = 12, **attributes: str) -> str:
+def text_colours(theme: Theme) -> tuple[str, str]:
+    """The colours of words, and of those that matter less."""
+    return _COLOURS[theme].text, _COLOURS[theme].muted
+
+
+def text(x: float, y: float, words: str, colour: str, size: int = 12, **attributes: str) -> str:
+    """A `<text>` element."""
     extra = "".join(f' {name.replace("_", "-")}="{value}"' for name, value in attributes.items())
     place = f'x="{x:.1f}" y="{y:.1f}" fill="{colour}" font-size="{size}"'
     return f"<text {place}{extra}>{escape(words)}</text>"
@@ -55,15 +61,20 @@ def _grid(colours: _Colours, bottom: float) -> list[str]:
     for rate in range(0, int(limits.H200_TFLOPS), _STEP):
         x = _LABELS + _scale(rate)
         lines.append(f'<path d="M{x:.1f} {_TOP - 8}V{bottom:g}" stroke="{colours.grid}"/>')
-        lines.append(_text(x, bottom + 16, f"{rate}", colours.muted, 11, text_anchor="middle"))
+        lines.append(text(x, bottom + 16, f"{rate}", colours.muted, 11, text_anchor="middle"))
     x = _LABELS + _scale(limits.H200_TFLOPS)
     lines.append(
         f'<path d="M{x:.1f} {_TOP - 8}V{bottom:g}" stroke="{colours.limit}" '
         'stroke-width="1.5" stroke-dasharray="4 3"/>'
     )
     limit = f"dense matmul {limits.H200_TFLOPS:.0f}"
-    lines.append(_text(x, bottom + 16, limit, colours.limit, 11, text_anchor="middle"))
+    lines.append(text(x, bottom + 16, limit, colours.limit, 11, text_anchor="middle"))
     return lines
+
+
+def _hovered(said: str, elements: list[str]) -> list[str]:
+    """Elements that show what they say when the pointer is on them."""
+    return [f"<g><title>{escape(said)}</title>", *elements, "</g>"]
 
 
 def _labelled(y: float, rate: float, words: str, bar: str, inside: str, outside: str) -> list[str]:
@@ -72,22 +83,32 @@ def _labelled(y: float, rate: float, words: str, bar: str, inside: str, outside:
     long = width > _LONGEST_LABEL
     x, anchor = (_LABELS + width - 6, "end") if long else (_LABELS + width + 6, "start")
     colour = inside if long else outside
-    label = _text(x, y + _BAR - 3.5, words, colour, 11, text_anchor=anchor, font_weight="600")
+    label = text(x, y + _BAR - 3.5, words, colour, 11, text_anchor=anchor, font_weight="600")
     return [_bar(_LABELS, y, width, bar), label]
+
+
+def _limit(rate: float) -> str:
+    return f"{rate:.1f} TFLOP/s, {rate / limits.H200_TFLOPS:.0%} of the hardware limit"
 
 
 def _row(one: Comparison, y: float, colours: _Colours) -> list[str]:
     """One call: its label, our bar, the bar of the best peer."""
     ratio = "" if one.ratio is None else f" · {one.ratio:.2f}x"
     lines = [
-        _text(0, y + 12, f"{one.operation}, {one.what}", colours.text, 13, font_weight="600"),
-        _text(0, y + 28, one.call, colours.muted, 11),
-        *_labelled(y, one.ours, f"{one.ours:.0f}{ratio}", colours.ours, "#ffffff", colours.text),
+        text(0, y + 12, f"{one.operation}, {one.what}", colours.text, 13, font_weight="600"),
+        text(0, y + 28, one.call, colours.muted, 11),
+        *_hovered(
+            f"ejkernel ({one.operation}, {one.what}, {one.call}): {_limit(one.ours)}",
+            _labelled(y, one.ours, f"{one.ours:.0f}{ratio}", colours.ours, "#ffffff", colours.text),
+        ),
     ]
     if one.theirs is not None:
         words = f"{one.theirs:.0f} · {one.peer}"
         below = y + _BAR + 2
-        lines += _labelled(below, one.theirs, words, colours.peer, colours.on_peer, colours.text)
+        lines += _hovered(
+            f"{one.peer} ({one.operation}, {one.what}, {one.call}): {_limit(one.theirs)}",
+            _labelled(below, one.theirs, words, colours.peer, colours.on_peer, colours.text),
+        )
     return lines
 
 
@@ -106,20 +127,24 @@ def shares(title: str, panels: list[Panel], theme: Theme) -> str:
     colours = _COLOURS[theme]
     names = [name for name, _ in panels[0][1][0][1]]
     inks = dict(zip(names, _INKS[theme], strict=True))
-    body = [_text(0, 18, title, colours.text, 16, font_weight="600")]
+    body = [text(0, 18, title, colours.text, 16, font_weight="600")]
     for i, name in enumerate(names):
         body.append(_thin(150 * i, 33, 12, inks[name]))
-        body.append(_text(150 * i + 18, 42, name, colours.text, 12))
+        body.append(text(150 * i + 18, 42, name, colours.text, 12))
     bottom = 0.0
     for i, (name, groups) in enumerate(panels):
         left = i * (_PANEL + _GAP)
-        body.append(_text(left, 68, name, colours.text, 13, font_weight="600"))
+        body.append(text(left, 68, name, colours.text, 13, font_weight="600"))
         y = 78.0
         for label, bars in groups:
-            body.append(_text(left, y + 14, label, colours.muted, 11))
+            body.append(text(left, y + 14, label, colours.muted, 11))
             body.append(f'<path d="M{left} {y + 18:g}h{_PANEL - 40}" stroke="{colours.grid}"/>')
             for j, (form, share) in enumerate(bars):
-                body += _share(left, y + 21 + _THIN * j, share, inks[form], colours)
+                exact = "too large" if share is None else f"{share:.1%}"
+                body += _hovered(
+                    f"{name}, {label}, {form}: {exact}",
+                    _share(left, y + 21 + _THIN * j, share, inks[form], colours),
+                )
             y += 28 + _THIN * len(bars)
         bottom = max(bottom, y)
     said = "; ".join(
@@ -128,7 +153,7 @@ def shares(title: str, panels: list[Panel], theme: Theme) -> str:
         for label, bars in groups
         for form, share in bars
     )
-    return _document(title, said, body, bottom + 8)
+    return document(title, said, body, bottom + 8)
 
 
 def _thin(x: float, y: float, width: float, colour: str) -> str:
@@ -142,7 +167,7 @@ def _share(x: float, y: float, share: float | None, ink: str, colours: _Colours)
     words = "too large" if share is None else f"{share:.0%}" if share >= 0.01 else "<1%"
     return [
         _thin(x, y, width, ink),
-        _text(x + width + 4, y + _THIN - 4, words, colours.muted, 10),
+        text(x + width + 4, y + _THIN - 4, words, colours.muted, 10),
     ]
 
 
@@ -152,25 +177,26 @@ def chart(title: str, rows: list[Comparison], theme: Theme) -> str:
     bottom = _TOP + _ROW * len(rows)
     height = bottom + _BOTTOM
     body = [
-        _text(0, 18, title, colours.text, 16, font_weight="600"),
+        text(0, 18, title, colours.text, 16, font_weight="600"),
         _bar(0, 30, 14, colours.ours),
-        _text(20, 42, "ours", colours.text, 12),
+        text(20, 42, "ours", colours.text, 12),
         _bar(64, 30, 14, colours.peer),
-        _text(84, 42, "best peer", colours.text, 12),
-        _text(_WIDTH, 42, "TFLOP/s, longer is better", colours.muted, 12, text_anchor="end"),
+        text(84, 42, "best peer", colours.text, 12),
+        text(_WIDTH, 42, "TFLOP/s, longer is better", colours.muted, 12, text_anchor="end"),
         *_grid(colours, bottom),
     ]
     for i, one in enumerate(rows):
         body += _row(one, _TOP + _ROW * i, colours)
     said = "; ".join(f"{one.operation} {one.what}, {one.call}: {one.ours:.0f}" for one in rows)
-    return _document(title, said, body, height)
+    return document(title, said, body, height)
 
 
-def _document(title: str, said: str, body: list[str], height: float) -> str:
+def document(title: str, said: str, body: list[str], height: float, width: float = _WIDTH) -> str:
+    """An SVG with a title, a description and these elements."""
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-8 0 {_WIDTH + 16} {height:g}" '
-            f'width="{_WIDTH + 16}" height="{height:g}" role="img" font-family="{_FONT}">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-8 0 {width + 16:g} {height:g}" '
+            f'width="{width + 16:g}" height="{height:g}" role="img" font-family="{_FONT}">',
             f"<title>{escape(title)}</title>",
             f"<desc>{escape(said)}</desc>",
             *body,
