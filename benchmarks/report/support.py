@@ -3,6 +3,7 @@
 from benchmarks.report import matrix, results
 from ejkernel.ops import kernel_registry
 from ejkernel.ops.implementation import ALL_FEATURES, Op, Pass, Source
+from ejkernel.ops.platform import Backend
 
 LEGEND = (
     "In order of preference; a call goes to the first platform that supports it. "
@@ -27,8 +28,9 @@ def table(operation: str) -> str:
         names = list(own)
         if len(lines) == 2 and lines[0] == lines[1]:
             lines, names = lines[:1], ["both"]
+        backend = "" if source.backend is Backend.ANY else f", {source.backend.value.upper()}"
         rows += [
-            [f"`{source.platform.value}`", name, *line]
+            [f"`{source.platform.value}`{backend}", name, *line]
             for name, line in zip(names, lines, strict=True)
         ]
     header = ["platform", "pass", "does not support", *(x.title for x in matrix.COLUMNS)]

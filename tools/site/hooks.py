@@ -13,6 +13,7 @@ from mkdocs.structure.pages import Page
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tools.site import names, pages
 
+_ALONE = ("index.md", "benchmarks.md")  # the only page of their tab
 _NEEDS = re.compile(r"^```python needs=\S+$", re.MULTILINE)  # read by the tests of the documents
 _PICTURE = re.compile(
     r'<picture>\s*<source [^>]*srcset="([^"]+)">\s*<img [^>]*src="([^"]+)">\s*'
@@ -40,6 +41,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     origin = pages.written().get(page.file.src_uri)
     if origin is None:
         return markdown
+    if page.file.src_uri in _ALONE:
+        page.meta["hide"] = ["navigation"]
     markdown = _NEEDS.sub("```python", markdown)
     markdown = _PICTURE.sub(lambda found: _chart(origin, dark=found[1], light=found[2]), markdown)
     markdown = names.DIRECTIVE.sub(lambda found: _documentation(found[1].split()), markdown)

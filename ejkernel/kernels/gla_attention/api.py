@@ -93,7 +93,7 @@ def gla_attention(
     in_specs: tuple[PartitionSpec | None, ...] | None = None,
     out_specs: PartitionSpec | tuple[PartitionSpec, ...] | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Gated linear attention: a state of fixed size that fades, learns a token, and is asked.
+    """Gated linear attention: a state of fixed size that decays by gates at every token.
 
         state[t] = exp(gate[t] + g_gamma) * state[t - 1] + key[t] value[t]^T
         output[t] = softmax_scale * query[t]^T state[t]

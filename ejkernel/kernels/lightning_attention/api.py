@@ -89,7 +89,7 @@ def lightning_attention(
     in_specs: tuple[PartitionSpec | None, ...] | None = None,
     out_specs: PartitionSpec | tuple[PartitionSpec, ...] | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Linear attention in which each key head forgets at a pace of its own.
+    """Linear attention in which each key head has a fixed decay rate.
 
         state[t] = decay * state[t - 1] + key[t] value[t]^T
         output[t] = softmax_scale * query[t]^T state[t]

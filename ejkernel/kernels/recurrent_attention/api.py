@@ -33,7 +33,7 @@ def recurrent_attention(
     in_specs: tuple[PartitionSpec | None, ...] | None = None,
     out_specs: PartitionSpec | tuple[PartitionSpec, ...] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Linear attention as a stream: a state comes in, an output and the new state go out.
+    """Linear attention that takes a state and returns the output and the new state.
 
         state[t] = exp(gate[t] + g_gamma) * state[t - 1] * exp(gv[t]) + key[t] value[t]^T
         output[t] = softmax_scale * query[t]^T state[t]
