@@ -20,7 +20,7 @@ stamp := $(VENV)/.installed
 pytest := $(bin)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadgroup -q
 on_cpu := JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1
 
-.PHONY: help demo test test-all test-rest test-tpu test-gpu test-integrations test-nightly test-package test-docs docs docs-serve lint format bench tables clean
+.PHONY: help demo test test-all test-rest test-tpu test-gpu test-integrations test-examples test-docs test-nightly test-package docs docs-serve lint format bench tables clean
 help:
 	@echo "make demo          run every operation on this machine: checked, timed, compared with plain JAX"
 	@echo "make test          the quick test suite, minutes"
@@ -28,6 +28,7 @@ help:
 	@echo "make test-tpu      TPU kernels, interpreted and compiled by libtpu; needs no TPU"
 	@echo "make test-gpu      NVIDIA kernels, interpreted and compiled; needs no GPU"
 	@echo "make test-integrations  the drop-ins against Flax and Equinox, in an environment of their own"
+	@echo "make test-examples the scripts and notebooks in examples/, in an environment of their own"
 	@echo "make test-nightly  transformations of all workloads, slow tests of TPU and NVIDIA kernels; hours"
 	@echo "make test-package  build a wheel from the sdist, install it alone, run its demo"
 	@echo "make docs          build the documentation site into build/site (make docs-serve shows it while you write)"
@@ -65,6 +66,12 @@ test-integrations: $(stamp)-package
 		jax==$$($(bin)/python -c "import jax; print(jax.__version__)")
 	$(peers)/bin/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadgroup -q -rs \
 		tests/integrations ejkernel/integrations $(ARGS)
+
+# Two scripts at a time: each is a process of its own that uses several cores.
+test-examples:
+	$(MAKE) --no-print-directory VENV=$(VENV)-examples $(VENV)-examples/.installed-test
+	$(VENV)-examples/bin/python -m pip --disable-pip-version-check install --quiet --group examples
+	$(VENV)-examples/bin/python -m pytest -n 2 --dist loadgroup -q -rs tests/examples $(ARGS)
 
 # Each part runs whatever became of the one before, and records what it proved.
 test-nightly: $(stamp)-tpu $(stamp)-gpu
@@ -121,7 +128,7 @@ tables: $(stamp)-package
 
 clean:
 	rm -rf .venv .venv-* .pytest_cache .ruff_cache .hypothesis build dist
-	find ejkernel tests benchmarks -name __pycache__ -type d -exec rm -rf {} +
+	find ejkernel tests benchmarks examples -name __pycache__ -type d -exec rm -rf {} +
 
 # The stamps depend on pyproject.toml: a changed dependency installs again, nothing else does.
 $(bin)/python:

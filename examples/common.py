@@ -46,12 +46,19 @@ def table(*rows: Sequence[object]) -> None:
             print("  ".join("-" * width for width in widths))
 
 
-def curve(title: str, values: Sequence[float], width: int = 60, height: int = 8) -> None:
-    """Print a line chart of values over their index."""
-    columns = [float(np.mean(x)) for x in np.array_split(values, min(width, len(values)))]
-    low, high = min(columns), max(columns)
+def curve(title: str, values: Sequence[float], file: str | None = None) -> None:
+    """Print a line chart of values over their index; with a file name also draw it there."""
+    columns = [float(np.mean(x)) for x in np.array_split(values, min(60, len(values)))]
+    low, high, height = min(columns), max(columns), 8
     rows = [round((height - 1) * (high - x) / ((high - low) or 1)) for x in columns]
     print(f"\n{title}")
     for i in range(height):
         level = high - (high - low) * i / (height - 1)
         print(f"{level:9.3g} |" + "".join("*" if row == i else " " for row in rows).rstrip())
+    if file is not None:
+        from matplotlib.figure import Figure
+
+        figure = Figure()
+        figure.subplots().plot(values)
+        figure.suptitle(title)
+        figure.savefig(file)

@@ -133,13 +133,14 @@ def drawing(points, size=17):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--plot", metavar="FILE", help="draw the curve into this file, too")
     arguments = parser.parse_args()
     jax.config.update("jax_default_matmul_precision", "highest")
     size = SIZES[arguments.size]
 
     noise = jax.random.normal(jax.random.key(3), (256, POINTS, 2))
     params, distances = train(init(jax.random.key(0), **size), noise, **size)
-    curve("distance of samples to the nearest ring", distances)
+    curve("distance of samples to the nearest ring", distances, arguments.plot)
 
     z, r, t, velocity = draw_batch(jax.random.key(2), 64)
     _, ours = along_the_flow(params, z, r, t, velocity)

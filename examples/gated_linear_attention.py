@@ -112,13 +112,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--steps", type=int, help="training steps")
+    parser.add_argument("--plot", metavar="FILE", help="draw the curve into this file, too")
     arguments = parser.parse_args()
     size = SIZES[arguments.size]
     size["steps"] = arguments.steps or size["steps"]
 
     text = text_of_the_documentation()
     params, losses = train(init(jax.random.key(0), **size), text, **size)
-    curve("loss in nats per byte", losses)
+    curve("loss in nats per byte", losses, arguments.plot)
     frequencies = np.bincount(text, minlength=VOCABULARY) / len(text)
     entropy = -sum(p * np.log(p) for p in frequencies if p > 0)
     final = np.mean(losses[-10:])

@@ -163,6 +163,7 @@ def main():
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--steps", type=int, help="training steps")
     parser.add_argument("--mesh", default="1x1", help="data x tensor, as in 2x4")
+    parser.add_argument("--plot", metavar="FILE", help="draw the curve into this file, too")
     arguments = parser.parse_args()
     size = SIZES[arguments.size]
     size["steps"] = arguments.steps or size["steps"]
@@ -179,7 +180,7 @@ def main():
 
     losses, rate = train("packed", packed, size, dtype)
     _, padded_rate = train("padded", padded, size, dtype)
-    curve("loss with packed documents", losses)
+    curve("loss with packed documents", losses, arguments.plot)
     check("the model learns", losses[-5:].mean() < 0.8 * losses[0])
     if mesh_shape != (1, 1):
         sharded, _ = train("sharded", packed, size, dtype, mesh_shape)

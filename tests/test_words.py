@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_name("retired_words.txt")
-_FOLDERS = ("ejkernel", "tests", "benchmarks", "tools")
+_FOLDERS = ("ejkernel", "tests", "benchmarks", "examples", "tools")
 KINDS = ("name", "part", "phrase", "allow")
 
 
@@ -77,6 +77,7 @@ def files() -> list[Path]:
     found = [
         *(path for folder in _FOLDERS for path in (ROOT / folder).rglob("*.py")),
         *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "examples").glob("*.md"),
         *(ROOT / "benchmarks" / "notes").glob("*.md"),
         *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     ]

@@ -10,6 +10,7 @@ PAGES = sorted(
     [
         *(ROOT / "docs").rglob("*.md"),
         *(ROOT / "benchmarks" / "notes").glob("*.md"),
+        *(ROOT / "examples").glob("*.md"),
         *ROOT.glob("*.md"),
         *(ROOT / ".github").rglob("*.md"),
     ]
@@ -17,7 +18,8 @@ PAGES = sorted(
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _CODE = re.compile(r"`([\w.\-]+(?:/[\w.\-]+)+)`")
 # A path in backquotes is one of the repository if it begins with a folder of it.
-_FOLDERS = ("ejkernel/", "tests/", "docs/", "benchmarks/", "tools/", ".ci/", ".github/")
+_OURS = ("ejkernel", "tests", "docs", "benchmarks", "examples", "tools", ".ci", ".github")
+_FOLDERS = tuple(f"{folder}/" for folder in _OURS)
 
 
 def missing(page: Path, text: str) -> list[str]:
