@@ -93,7 +93,8 @@ test-package: | $(bin)/python
 	$(bin)/python -m venv build/package/clean
 	build/package/clean/bin/pip --disable-pip-version-check install --quiet \
 		"$$(ls $(CURDIR)/build/package/*.whl)[cli]"
-	cd build/package && clean/bin/ejkernel --version && clean/bin/ejkernel demo
+	cd build/package && clean/bin/ejkernel --version && clean/bin/ejkernel demo && \
+		clean/bin/ejkernel bench --html report.html --results "$(CURDIR)/benchmarks/results"
 
 # Fails on an example that does not run, a broken link, and a public name without a page.
 docs: $(VENV)-docs/.installed build/.examples

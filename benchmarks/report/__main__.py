@@ -1,5 +1,6 @@
 """Writes the generated parts of the documents, or says which are not up to date."""
 
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from pathlib import Path
 
 from benchmarks.report import (
     demo,
+    describe,
     limits,
     masks,
     matrix,
@@ -60,8 +62,7 @@ def _figures(name: str) -> str:
 
 
 def _pages() -> str:
-    name = "h200/ragged_page_attention_v3"
-    return _measured(name, lambda: targets.table(targets.of_pages()))
+    return _figures("h200/ragged_page_attention_v3")
 
 
 def _headlines() -> str:
@@ -115,9 +116,15 @@ def _document(path: Path, sections: dict[str, Callable[[], str]]) -> str:
     return text
 
 
+def _recorded(name: str) -> str:
+    """A result, with the words that describe its calls."""
+    return json.dumps(results.load(name), indent=2, ensure_ascii=False) + "\n"
+
+
 def generated() -> dict[Path, str]:
     """Every file that is written from results, and what it must hold."""
-    files = {path: _document(path, sections) for path, sections in _SECTIONS.items()}
+    files = {results.path(name): _recorded(name) for name in describe.NAMES if results.load(name)}
+    files |= {path: _document(path, sections) for path, sections in _SECTIONS.items()}
     for name, (title, rows) in _CHARTS.items():
         for theme in plot.THEMES:
             files[IMAGES / f"{name}-{theme}.svg"] = plot.chart(title, rows(), theme)

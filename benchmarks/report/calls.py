@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the scripts import one another by name
 
@@ -61,14 +62,63 @@ def _sequences(count: int, queries: int, length: int) -> str:
     return f"{what} prefill {queries} tokens on a context of {length}"
 
 
-FLASH = {case.name: flash(case) for case in flash_cases.CASES}
-# Keys and values in bfloat16, of calls with one query for each sequence.
-DECODE_BYTES = {
-    case.name: case.batch * case.length * case.kv_heads * case.dim * 2 * 2
-    for case in flash_cases.CASES
-    if case.queries == 1
+PASSES = {
+    "forward": "forward",
+    "both": "forward + backward",
+    "rows": "gradient of the rows",
+    "weights": "gradient of the weights",
 }
-GROUPED_MATMUL = {case.name: grouped_matmul(case) for case in grouped_matmul_gpu.CASES}
-PAGED = {case.name: paged(case) for case in paged_gpu.CASES}
-PAGED["flash"] = f"`flash_attention` on the same lengths as prefill: {PAGED['prefill']}"
-PAGED_HEADS = f"{paged_gpu.HEADS} query and {paged_gpu.KV_HEADS} KV heads of {paged_gpu.DIM}"
+_PAGED = {case.name: paged(case) for case in paged_gpu.CASES}
+_PAGED["flash"] = f"`flash_attention` on the same lengths as prefill: {_PAGED['prefill']}"
+# How `paged_gpu.py` names the ratios of its summary.
+_RATIOS = {
+    "beside / one_long": "time of one sequence of 131072 with 63 of 512, relative to it alone",
+    "fp8 over bfloat16": "speed-up of a cache in float8_e4m3fn over bfloat16",
+    "fp8_e5m2 over bfloat16": "speed-up of a cache in float8_e5m2 over bfloat16",
+    "int8 over bfloat16": "speed-up of a cache in int8 over bfloat16",
+    "prefill over flash": "speed of prefill relative to `flash_attention` on the same lengths",
+    "mixed / apart": "time of decode and prefill in one call, relative to two calls",
+}
+
+
+def _mask(case: flash_cases.Case) -> list[str]:
+    """The rules of a mask."""
+    rules = {
+        "causal": case.options.get("causal"),
+        "packed documents": case.cuts,
+        "sliding window": "sliding_window" in case.options,
+    }
+    return [name for name, present in rules.items() if present]
+
+
+def _flash() -> dict[str, dict[str, Any]]:
+    found = {}
+    for case in flash_cases.CASES:
+        told: dict[str, Any] = {"call": flash(case), "mask": _mask(case)}
+        if case.queries == 1:  # keys and values in bfloat16
+            told["bytes"] = case.batch * case.length * case.kv_heads * case.dim * 2 * 2
+        for direction in ("forward", "both"):
+            found[f"{case.name} {direction}"] = told | {"pass": PASSES[direction]}
+    return found
+
+
+def _grouped_matmul() -> dict[str, dict[str, Any]]:
+    found = {}
+    for case in grouped_matmul_gpu.CASES:
+        for direction in case.passes:
+            told = {"call": grouped_matmul(case), "mask": [], "pass": PASSES[direction]}
+            bound = {"bound": case.bars[direction]} if direction in case.bars else {}
+            found[f"{case.name} {direction}"] = told | bound
+    return found
+
+
+def _paged() -> dict[str, dict[str, Any]]:
+    return {name: {"call": words, "mask": ["causal"]} for name, words in (_PAGED | _RATIOS).items()}
+
+
+# What is said of every case that a file may hold, by operation.
+CALLS = {
+    "flash_attention": _flash(),
+    "grouped_matmul": _grouped_matmul(),
+    "ragged_page_attention_v3": _paged(),
+}

@@ -5,6 +5,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report import describe
+from ejkernel.cli import bench
+from ejkernel.cli.report import rows
+from ejkernel.cli.report.results import parse
+
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -12,8 +17,21 @@ RESULTS = ROOT / "benchmarks" / "results"
 @functools.cache
 def load(name: str) -> dict[str, Any] | None:
     """The result of this name, such as "h200/flash_attention"; None where there is none."""
-    path = RESULTS / f"{name}.json"
-    return json.loads(path.read_text()) if path.exists() else None
+    if not path(name).exists():
+        return None
+    return describe.described(name, json.loads(path(name).read_text()))
+
+
+def path(name: str) -> Path:
+    """The file of a result."""
+    return RESULTS / f"{name}.json"
+
+
+@functools.cache
+def rows_of(name: str) -> tuple[rows.Row, ...]:
+    """The figures and calls of a result; none where it was not recorded."""
+    data = load(name)
+    return parse(data, name, {x.name: x for x in bench.FIGURES}).rows if data else ()
 
 
 def names(folder: str = "") -> list[str]:

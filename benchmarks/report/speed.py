@@ -1,18 +1,11 @@
 """Ours against peers on an H200."""
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
 
-from benchmarks.report import calls, limits, results
+from benchmarks.report import limits, results
+from ejkernel.cli.report.rows import Row
 
-_PASSES = {
-    "forward": "forward",
-    "both": "forward + backward",
-    "rows": "gradient of the rows",
-    "weights": "gradient of the weights",
-}
-_CALLS = {"flash_attention": calls.FLASH, "grouped_matmul": calls.GROUPED_MATMUL}
+_OPERATIONS = ("flash_attention", "grouped_matmul")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,20 +14,13 @@ class Comparison:
 
     operation: str
     case: str
-    direction: str
+    what: str
+    call: str
     ours: float
     platform: str
     peer: str | None
     theirs: float | None
     bandwidth: float | None = None  # TB/s of a call that is bandwidth bound
-
-    @property
-    def call(self) -> str:
-        return _CALLS[self.operation][self.case]
-
-    @property
-    def what(self) -> str:
-        return _PASSES[self.direction]
 
     @property
     def share(self) -> float:
@@ -50,33 +36,24 @@ class Comparison:
 
 def comparisons(operation: str) -> list[Comparison]:
     """Every call of an operation that has a result of ours."""
-    result = results.load(f"h200/{operation}")
-    return list(_read(operation, result)) if result else []
+    rows = results.rows_of(f"h200/{operation}")
+    return [compared(operation, row) for row in rows if row.ours is not None]
 
 
-def _read(operation: str, result: dict[str, Any]) -> Iterator[Comparison]:
-    for name, found in result["cases"].items():
-        case, _, direction = name.rpartition(" ")
-        rates = {who: one["tflops"] for who, one in found.items() if "tflops" in one}
-        ours = {who: rate for who, rate in rates.items() if who.startswith("ours ")}
-        peers = {who: rate for who, rate in rates.items() if who not in ours}
-        if not ours:
-            continue
-        # What a user gets without naming a platform, where that was timed.
-        mine = "ours auto" if "ours auto" in ours else max(ours, key=rates.__getitem__)
-        peer = max(peers, key=rates.__getitem__, default=None)
-        platform = mine.removeprefix("ours ")
-        theirs = None if peer is None else rates[peer]
-        bandwidth = _bandwidth(operation, case, found[mine])
-        yield Comparison(operation, case, direction, rates[mine], platform, peer, theirs, bandwidth)
-
-
-def _bandwidth(operation: str, case: str, found: dict[str, Any]) -> float | None:
-    """TB/s of a call that reads much and computes little: keys and values, or weights, once."""
-    if operation == "grouped_matmul":
-        return found.get("weights TB/s")
-    size = calls.DECODE_BYTES.get(case)
-    return None if size is None else size / found["ms"] / 1e9
+def compared(operation: str, row: Row) -> Comparison:
+    """What a user gets, against the best peer."""
+    rate = lambda bar: None if bar is None else bar.numbers["tflops"]
+    return Comparison(
+        operation,
+        row.name,
+        row.direction or "",
+        row.what,
+        rate(row.ours),
+        row.ours.name.removeprefix("ours "),
+        row.peer.name if row.peer else None,
+        rate(row.peer),
+        row.ours.value if row.unit == "TB/s" else None,
+    )
 
 
 def charted(operation: str) -> list[Comparison]:
@@ -106,14 +83,14 @@ def speed_table(operation: str) -> str:
 
 # The calls of the README: what most models do, and both kinds of limit.
 _HEADLINES = (
-    ("flash_attention", "causal", "forward"),
-    ("flash_attention", "causal", "both"),
-    ("flash_attention", "causal_64", "both"),
-    ("flash_attention", "causal_256", "forward"),
-    ("flash_attention", "packed_37", "both"),
-    ("flash_attention", "window", "both"),
-    ("grouped_matmul", "mixtral", "forward"),
-    ("grouped_matmul", "qwen3_up", "forward"),
+    ("flash_attention", "causal forward"),
+    ("flash_attention", "causal both"),
+    ("flash_attention", "causal_64 both"),
+    ("flash_attention", "causal_256 forward"),
+    ("flash_attention", "packed_37 both"),
+    ("flash_attention", "window both"),
+    ("grouped_matmul", "mixtral forward"),
+    ("grouped_matmul", "qwen3_up forward"),
 )
 _PAGED_HEADLINES = ("decode_64", "uneven")
 
@@ -121,8 +98,8 @@ _PAGED_HEADLINES = ("decode_64", "uneven")
 def headlines() -> list[Comparison]:
     """The calls of the README that were timed, in order."""
     found = {
-        (one.operation, one.case, one.direction): one
-        for operation in _CALLS
+        (one.operation, one.case): one
+        for operation in _OPERATIONS
         for one in comparisons(operation)
     }
     return [found[key] for key in _HEADLINES if key in found]
@@ -136,10 +113,10 @@ def headline_table() -> str:
         ratio = "" if one.ratio is None else f"{one.ratio:.2f}"
         said = f"`{one.operation}` {one.what}: {one.call}"
         rows.append([said, f"{one.ours:.0f} TFLOP/s", peer, ratio, f"{one.share:.0%}"])
-    paged = results.load("h200/ragged_page_attention_v3")
-    for case in _PAGED_HEADLINES if paged else ():
-        rate = paged["cases"][case]["TB/s"]
-        said = f"`ragged_page_attention_v3`: {calls.PAGED[case]}"
+    paged = {row.name: row for row in results.rows_of("h200/ragged_page_attention_v3")}
+    for row in (paged[case] for case in _PAGED_HEADLINES if case in paged):
+        rate = row.bars[0].value
+        said = f"`ragged_page_attention_v3`: {row.what}"
         share = f"{rate / limits.H200_TERABYTES:.0%}"
         rows.append([said, f"{rate:.2f} TB/s", "not compared", "", share])
     header = ["call", "ours", "best peer", "ratio", "of hardware limit"]
@@ -148,7 +125,7 @@ def headline_table() -> str:
 
 def slower() -> str:
     """How many of all timed calls are slower than their best peer."""
-    ratios = [one.ratio for operation in _CALLS for one in comparisons(operation)]
+    ratios = [one.ratio for operation in _OPERATIONS for one in comparisons(operation)]
     known = [ratio for ratio in ratios if ratio is not None]
     behind = sum(ratio < 1 for ratio in known)
     verb = "is" if behind == 1 else "are"

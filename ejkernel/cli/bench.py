@@ -20,6 +20,7 @@ from ejkernel.cli import (
     provenance,
 )
 from ejkernel.cli.measure import WrongResultError
+from ejkernel.cli.report import page, results
 
 FIGURES = (
     *figures.FIGURES,
@@ -49,6 +50,9 @@ def _outcome(figure: figures.Figure, value: float | None) -> dict[str, Any]:
         "better": figure.better,
         "bound": figure.bound,
         "holds": value is not None and figure.holds(value),
+        "operation": figure.operation,
+        "dtype": figure.dtype,
+        "mask": None if figure.mask is None else list(figure.mask),
     }
 
 
@@ -59,17 +63,49 @@ def bench(
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Write a file, or the device's file in a folder.")
     ] = None,
+    html_path: Annotated[
+        Path | None, typer.Option("--html", help="Write a page with charts of the results.")
+    ] = None,
+    recorded: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--results",
+            help="With --html: measure nothing, show this file or all files in this folder; "
+            "may be given several times.",
+        ),
+    ] = None,
 ) -> None:
     """Measure the figures of docs/benchmarks.md and compare them with their targets."""
+    _check_paths(json_path, html_path)
+    console = Console()
+    if recorded:
+        path = _page_of_recorded(only, json_path, html_path)
+        _write_page(console, path, *_read(recorded))
+        return
     names = [figure.name for figure in FIGURES]
     if unknown := sorted(set(only or ()) - set(names)):
         raise typer.BadParameter(f"no figure {', '.join(unknown)}; there are {', '.join(names)}.")
-    console = Console()
+    outcomes, wrong = _measured(console, [x for x in FIGURES if not only or x.name in only])
+    report = {**provenance.provenance(), "figures": outcomes}
+    if json_path is not None:
+        target = _file(json_path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(report, indent=2, ensure_ascii=False)
+        target.write_text(text + "\n", "utf-8")
+    if html_path is not None:
+        _write_page(console, html_path, results.parse(report, "", _known()))
+    if wrong:
+        console.print(*wrong, sep="\n", style="red", markup=False)
+        raise typer.Exit(1)
+
+
+def _measured(
+    console: Console, chosen: list[figures.Figure]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Measure and print figures; also what is said of those that gave a wrong result."""
     table = Table("figure", "measured", "target", "result", title=provenance.device())
     outcomes, wrong = [], []
-    for figure in FIGURES:
-        if only and figure.name not in only:
-            continue
+    for figure in chosen:
         with console.status(figure.what):
             try:
                 value = figure.measure()
@@ -82,12 +118,46 @@ def bench(
         verdict = "met" if outcomes[-1]["holds"] else "missed"
         table.add_row(figure.what, shown, f"{limit} {figure.bound:g} {figure.unit}", verdict)
     console.print(table)
-    if json_path is not None:
-        report = {**provenance.provenance(), "figures": outcomes}
-        target = _file(json_path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(report, indent=2, ensure_ascii=False)
-        target.write_text(text + "\n")
-    if wrong:
-        console.print(*wrong, sep="\n", style="red")
-        raise typer.Exit(1)
+    return outcomes, wrong
+
+
+def _check_paths(json_path: Path | None, html_path: Path | None) -> None:
+    """Refuse what could not be written, before anything is measured."""
+    if html_path is not None and html_path.is_dir():
+        raise typer.BadParameter(f"{html_path} is a folder.", param_hint="--html")
+    for path, option in ((json_path, "--json"), (html_path, "--html")):
+        above = next((x for x in (path, *path.parents) if x.exists()), None) if path else None
+        if above is None or above.is_dir() or above == path:
+            continue
+        raise typer.BadParameter(f"{above} is a file, not a folder.", param_hint=option)
+
+
+def _page_of_recorded(
+    only: list[str] | None, json_path: Path | None, html_path: Path | None
+) -> Path:
+    """The page to write; options that have no meaning where nothing is measured are refused."""
+    if html_path is None:
+        raise typer.BadParameter("the page needs a file: --html FILE.", param_hint="--results")
+    if only or json_path is not None:
+        option = "--only" if only else "--json"
+        said = "is for figures that are measured; --results measures nothing."
+        raise typer.BadParameter(said, param_hint=option)
+    return html_path
+
+
+def _known() -> dict[str, figures.Figure]:
+    return {figure.name: figure for figure in FIGURES}
+
+
+def _read(paths: list[Path]) -> list[results.Result]:
+    try:
+        return results.read(paths, _known())
+    except results.ResultsError as error:
+        raise typer.BadParameter(str(error), param_hint="--results") from None
+
+
+def _write_page(console: Console, path: Path, *found: results.Result) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page.page(list(found)), "utf-8")
+    count = sum(len(result.rows) for result in found)
+    console.print(f"Written to {path}; figures and calls: {count}", markup=False, highlight=False)

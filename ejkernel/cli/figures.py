@@ -28,6 +28,9 @@ class Figure:
     better: Literal["lower", "higher"]
     bound: int | float
     measure: Callable[[], float]
+    operation: str | None = None  # the following describe the call, where there is one
+    dtype: str | None = "float32"
+    mask: tuple[str, ...] | None = None  # no words: every pair is visible
 
     def holds(self, value: float) -> bool:
         return value <= self.bound if self.better == "lower" else value >= self.bound
@@ -224,6 +227,7 @@ FIGURES = (
         "lower",
         0.3,
         import_time,
+        dtype=None,
     ),
     Figure(
         "eager",
@@ -232,6 +236,8 @@ FIGURES = (
         "lower",
         100,
         eager_overhead,
+        operation="flash_attention",
+        mask=("causal",),
     ),
     Figure(
         "first_call",
@@ -240,6 +246,8 @@ FIGURES = (
         "lower",
         3,
         first_call,
+        operation="flash_attention",
+        mask=(),
     ),
     Figure(
         "gradient_memory",
@@ -248,6 +256,8 @@ FIGURES = (
         "lower",
         2.2,
         gradient_memory,
+        operation="flash_attention",
+        mask=("causal",),
     ),
     Figure(
         "forward",
@@ -256,6 +266,8 @@ FIGURES = (
         "higher",
         3,
         forward_speed,
+        operation="flash_attention",
+        mask=("causal",),
     ),
     Figure(
         "gradient",
@@ -264,6 +276,8 @@ FIGURES = (
         "higher",
         4,
         gradient_speed,
+        operation="flash_attention",
+        mask=("causal",),
     ),
     Figure(
         "window",
@@ -272,6 +286,8 @@ FIGURES = (
         "higher",
         6,
         window_speed,
+        operation="flash_attention",
+        mask=("causal", "sliding window"),
     ),
     Figure(
         "packed",
@@ -280,6 +296,8 @@ FIGURES = (
         "higher",
         4,
         packed_speed,
+        operation="flash_attention",
+        mask=("causal", "packed documents"),
     ),
     Figure(
         "mask_time",
@@ -288,6 +306,9 @@ FIGURES = (
         "lower",
         1,
         mask_time,
+        operation="MaskInfo",
+        dtype=None,
+        mask=("causal", "sliding window", "packed documents"),
     ),
     Figure(
         "mask_memory",
@@ -296,5 +317,8 @@ FIGURES = (
         "lower",
         50,
         mask_memory,
+        operation="MaskInfo",
+        dtype=None,
+        mask=("causal", "sliding window", "packed documents"),
     ),
 )

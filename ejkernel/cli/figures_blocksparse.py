@@ -110,6 +110,8 @@ FIGURES = (
         "lower",
         0.35,
         forward_time,
+        operation="blocksparse_attention",
+        mask=("block mask",),
     ),
     Figure(
         "blocksparse_gradient",
@@ -118,5 +120,7 @@ FIGURES = (
         "lower",
         0.4,
         gradient_time,
+        operation="blocksparse_attention",
+        mask=("block mask",),
     ),
 )

@@ -91,6 +91,8 @@ FIGURES = (
         "lower",
         2,
         forward_time,
+        operation="gla_attention",
+        mask=("causal",),
     ),
     Figure(
         "gla_gradient",
@@ -99,6 +101,8 @@ FIGURES = (
         "higher",
         10,
         gradient_speed,
+        operation="gla_attention",
+        mask=("causal",),
     ),
     Figure(
         "gla_memory",
@@ -107,5 +111,7 @@ FIGURES = (
         "lower",
         0.2,
         gradient_memory,
+        operation="gla_attention",
+        mask=("causal",),
     ),
 )

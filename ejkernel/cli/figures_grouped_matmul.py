@@ -93,6 +93,8 @@ FIGURES = (
         "higher",
         20,
         forward_speed,
+        operation="grouped_matmul",
+        mask=(),
     ),
     Figure(
         "grouped_matmul_gradient",
@@ -101,5 +103,7 @@ FIGURES = (
         "higher",
         15,
         gradient_speed,
+        operation="grouped_matmul",
+        mask=(),
     ),
 )

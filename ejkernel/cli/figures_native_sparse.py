@@ -62,5 +62,7 @@ FIGURES = (
         "lower",
         0.5,
         selected_time,
+        operation="native_sparse_attention",
+        mask=("causal", "selected blocks"),
     ),
 )

@@ -105,6 +105,8 @@ FIGURES = (
         "lower",
         0.1,
         short_sequences,
+        operation="page_attention",
+        mask=(),
     ),
     Figure(
         "page_uneven",
@@ -113,6 +115,8 @@ FIGURES = (
         "lower",
         0.1,
         uneven_sequences,
+        operation="page_attention",
+        mask=(),
     ),
     Figure(
         "page_memory",
@@ -121,5 +125,7 @@ FIGURES = (
         "lower",
         1,
         cache_memory,
+        operation="page_attention",
+        mask=(),
     ),
 )

@@ -69,5 +69,7 @@ FIGURES = (
         "lower",
         2,
         memory,
+        operation="ring_attention",
+        mask=("causal", "none"),
     ),
 )

@@ -11,6 +11,8 @@ import pytest
 
 from docs import documents
 from ejkernel.cli import provenance
+from ejkernel.cli.report.results import parse
+from ejkernel.cli.report.rows import Bar, Row
 from ejkernel.ops import kernel_registry
 
 sys.path.insert(0, str(documents.ROOT))
@@ -124,16 +126,21 @@ def test_that_no_kernel_ran_on_a_tpu_is_said_until_one_has(monkeypatch):
     ],
 )
 def test_a_missed_target_is_marked(value, better, bound, verdict):
-    assert targets.Figure("what", value, "x", better, bound).row()[-1] == verdict
+    row = Row("name", "what", "x", better, (Bar("ours", value),), bound)
+    assert targets.line(row)[-1] == verdict
 
 
-COMPARISON = speed.Comparison("flash_attention", "causal", "both", 600, "auto", "a & b", 500)
+COMPARISON = speed.Comparison(
+    "flash_attention", "causal both", "forward + backward", "words", 600, "auto", "a & b", 500
+)
 
 
 def test_what_users_get_is_compared_with_the_best_peer():
     rates = {"ours pallas": 700, "ours auto": 600, "a & b": 500, "other": 400}
+    calls = {"causal both": {"call": "words", "pass": "forward + backward"}}
     cases = {"causal both": {name: {"tflops": rate} for name, rate in rates.items()}}
-    assert list(speed._read("flash_attention", {"cases": cases})) == [COMPARISON]
+    (row,) = parse({"cases": cases, "calls": calls}, "file", {}).rows
+    assert speed.compared("flash_attention", row) == COMPARISON
 
 
 @pytest.mark.parametrize("theme", plot.THEMES)
