@@ -20,7 +20,7 @@ stamp := $(VENV)/.installed
 pytest := $(bin)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadgroup -q
 on_cpu := JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1
 
-.PHONY: help demo test test-all test-rest test-tpu test-gpu test-integrations test-examples test-docs test-nightly test-package docs docs-serve lint format bench tables clean
+.PHONY: help demo test test-all test-rest test-tpu test-gpu test-integrations test-examples test-docs test-nightly test-package docs docs-serve sbom lint format bench tables clean
 help:
 	@echo "make demo          run every operation on this machine: checked, timed, compared with plain JAX"
 	@echo "make test          the quick test suite, minutes"
@@ -33,6 +33,7 @@ help:
 	@echo "make test-package  build a wheel from the sdist, install it alone, run its demo"
 	@echo "make docs          build the documentation site into build/site (make docs-serve shows it while you write)"
 	@echo "make test-docs     build it, and load every page in a headless Chromium, if there is one"
+	@echo "make sbom          list what the package consists of (CycloneDX), ask PyPI for advisories"
 	@echo "make lint          ruff, pyright, types of the public interface (make format applies ruff's fixes)"
 	@echo "make bench         measure the CPU benchmarks (make tables only rewrites the generated tables)"
 	@echo "make clean         remove environments and caches"
@@ -88,8 +89,9 @@ test-nightly: $(stamp)-tpu $(stamp)-gpu
 test-package: | $(bin)/python
 	rm -rf build/package
 	$(bin)/python -m venv build/package/builder
-	build/package/builder/bin/pip --disable-pip-version-check install --quiet build
-	build/package/builder/bin/python -m build --outdir build/package .
+	build/package/builder/bin/pip --disable-pip-version-check install --quiet --require-hashes \
+		-r tools/build_requirements.txt
+	build/package/builder/bin/python -m build --no-isolation --outdir build/package .
 	$(bin)/python -m venv build/package/clean
 	build/package/clean/bin/pip --disable-pip-version-check install --quiet \
 		"$$(ls $(CURDIR)/build/package/*.whl)[cli]"
@@ -109,6 +111,12 @@ test-docs: docs
 build/.examples: $(wildcard docs/*.md) README.md $(stamp)-test
 	$(pytest) tests/docs/test_documents.py -k our_documents
 	@mkdir -p build && touch $@
+
+# What the package consists of, as CycloneDX, and the known advisories of these versions.
+sbom: $(stamp)-test
+	@mkdir -p build
+	$(bin)/python tools/sbom.py --extra cli > build/ejkernel.cdx.json
+	$(bin)/python tools/sbom.py --extra cli --advisories
 
 lint: $(stamp)-dev
 	$(bin)/ruff check .

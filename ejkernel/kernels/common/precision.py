@@ -23,7 +23,10 @@ def matmul(
 
 def tile_product(left: jax.Array, right: jax.Array, axes: tuple[int, int]) -> jax.Array:
     """The matmul of two tiles inside a kernel, over one axis of each, accumulated in float32."""
-    if settings.interpret():  # a CPU does not have the matmuls of every dtype
+    # A CPU does not have the matmuls of every dtype; Mosaic lowers one with a single row, which it
+    # takes for a matrix times a vector, in float32 alone. The products are the same.
+    one_row = axes == (1, 1) and right.shape[0] == 1
+    if settings.interpret() or one_row:
         left, right = left.astype(jnp.float32), right.astype(jnp.float32)
     return lax.dot_general(
         left,

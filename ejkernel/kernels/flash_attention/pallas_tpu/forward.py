@@ -234,7 +234,10 @@ def _values(call: FlashCall, step: Step, values: jax.Array, keys: slice, masked:
         return values
     place = jax.lax.broadcasted_iota(jnp.int32, (1, values.shape[1]), 1)
     there = step.tile.keys * call.size.keys + keys.start + place < call.kv_len
-    return jnp.where(there, values, jnp.zeros_like(values))
+    # Mosaic does not spread a row over a few rows of 16 bits.
+    narrow = values.shape[0] < SUBLANES
+    kept = values.astype(jnp.float32) if narrow else values
+    return jnp.where(there, kept, jnp.zeros_like(kept)).astype(values.dtype)
 
 
 def _part(x: jax.Array, keys: slice, queries: slice) -> jax.Array:
