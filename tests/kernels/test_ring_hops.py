@@ -1,11 +1,10 @@
 """The hops that a mask needs, how evenly they spread the work, and that no others are made."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from collectives import executed
 from ring_cases import RING, close, mesh_of
 from tiers import quick
 
@@ -102,23 +101,7 @@ def test_only_what_is_at_hand_counts():
 
 def executed_permutes(compiled):
     """How many permutes a compiled program makes, those in loops as often as the loops run."""
-    text = compiled.as_text()
-    computation = r"^(?:ENTRY )?(%[\w.-]+) \(.*?\{\n(.*?)^\}"
-    bodies = dict(re.findall(computation, text, re.DOTALL | re.MULTILINE))
-    main = re.search(r"^ENTRY (%[\w.-]+)", text, re.MULTILINE).group(1)
-
-    def count(name):
-        body = bodies[name]
-        total = len(re.findall(r" collective-permute(?:-start)?\(", body))
-        for line in re.findall(r".* (?:while|conditional|call)\(.*", body):
-            trips = int((re.search(r'known_trip_count":\{"n":"(\d+)"', line) or [1, 1])[1])
-            called = re.findall(r"(?:body|to_apply|\w+_computation)=(%[\w.-]+)", line)
-            branches = re.search(r"branch_computations=\{(.*?)\}", line)
-            called += branches.group(1).split(", ") if branches else []
-            total += trips * sum(map(count, called))
-        return total
-
-    return count(main)
+    return [kind for kind, _ in executed(compiled)].count("collective-permute")
 
 
 SHARD = 16

@@ -7,7 +7,7 @@ same in float32 for their gradients, a device sends
 |---|---|---|
 | `ring` | `k` in each hop but the last | `k + g` in each hop but the last, `g` home |
 | `all_gather` | `(n - 1) k` | `(n - 1) (k + g)` |
-| `all_to_all` | `(n - 1) / n (q + k)` | `(n - 1) / n (2 q + 2 k)`, and the output once more |
+| `all_to_all` | `(n - 1) / n (q + k)` | `(n - 1) / n (2 q + 2 k)` |
 
 The ring overlaps what it sends with what it computes; the others compute when all has arrived. On
 the other hand a contiguous causal ring waits in each hop for the device that has most to do, and
@@ -71,7 +71,7 @@ _RATES = {
     "TPU v5 lite": Rates(197e12, 50e9, 2, True, 1e-6),
     "TPU v5e": Rates(197e12, 50e9, 2, True, 1e-6),
     "TPU v5": Rates(459e12, 100e9, 2, True, 1e-6),
-    "TPU v6": Rates(918e12, 112e9, 2, True, 1e-6),
+    "TPU v6": Rates(918e12, 100e9, 2, True, 1e-6),
     "TPU7x": Rates(2307e12, 200e9, 2, True, 1e-6),
     "A100": Rates(312e12, 300e9, 1, False, 5e-6),
     "H100": Rates(989e12, 450e9, 1, False, 5e-6),
@@ -111,7 +111,7 @@ def bytes_sent(sizes: Sizes) -> dict[Form, tuple[float, float]]:
     }
     if not (sizes.heads % n or sizes.kv_heads % n):
         part = (n - 1) / n
-        sent["all_to_all"] = (part * (q + k), part * (2.5 * q + 2 * k))
+        sent["all_to_all"] = (part * (q + k), part * (2 * q + 2 * k))
     return sent
 
 

@@ -82,7 +82,10 @@ class _Exchanged:
         return Outputs(self._to_tokens(x.out, 2, 1), self._to_tokens(x.lse, 1, 2))
 
     def gradients(self, found: flash.Inputs) -> flash.Inputs:
-        query, key, value = (self._to_tokens(x, 2, 1) for x in found[:3])
+        # No device adds to another's, so that rounding before the exchange halves what is sent.
+        given = self.ring.inputs
+        rounded = (d.astype(x.dtype) for d, x in zip(found[:3], given[:3], strict=True))
+        query, key, value = (self._to_tokens(x, 2, 1) for x in rounded)
         return flash.Inputs(
             query,
             key,
@@ -132,7 +135,7 @@ class _Exchanged:
         if found is None or bias is None or bias.shape[2] == 1:
             return self._among_all(found, bias, 1)
         if bias.shape[1] > 1:
-            return self._to_tokens(found, 1, 2)
+            return self._to_tokens(found.astype(bias.dtype), 1, 2)
         found = place(found, self.ring.size, self.ring.spec.placement, 2)
         return lax.psum_scatter(found, self.axis, scatter_dimension=2, tiled=True)
 
