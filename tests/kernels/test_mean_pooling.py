@@ -118,6 +118,24 @@ def test_nan_in_invalid_tokens_never_leaks():
     close(spoiled[1:], packed[1:])
 
 
+@pytest.mark.parametrize("hidden", [jnp.nan, jnp.inf, -jnp.inf])
+def test_nothing_leaks_into_whole_blocks(hidden):
+    x = jax.random.normal(jax.random.key(2), (3, 256, 8))
+    mask = jnp.arange(256) < jnp.array([256, 130, 0])[:, None]
+    expected = np.where(mask[..., None], x, 0).sum(1) / np.array([[256], [130], [1]])
+    close(mean_pooling(x, mask), expected)
+    hiding = jnp.where(mask[..., None], x, hidden)
+    run = lambda x: mean_pooling(x, mask)
+    out, tangent = jax.jvp(run, (hiding,), (jnp.ones_like(x),))
+    close(out, expected)
+    close(tangent, jnp.array([[1.0], [1.0], [0.0]]) * jnp.ones((1, 8)))
+    both = jax.vmap(run)(jnp.stack([x, hiding]))
+    close(both, np.stack([expected, expected]))
+    seen = mean_pooling(x.at[0, 3, 0].set(hidden), mask)
+    np.testing.assert_array_equal(seen[0, 0], hidden)
+    close(seen[1:], expected[1:])
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_a_narrow_call_gives_a_narrow_mean_of_a_wide_sum(dtype):
     """A sum of 4096 ones in bfloat16 would stop at 256."""
@@ -127,12 +145,14 @@ def test_a_narrow_call_gives_a_narrow_mean_of_a_wide_sum(dtype):
         assert out.tolist() == [[1, 1]]
 
 
-@pytest.mark.parametrize("form", ["padded", "packed"])
+@pytest.mark.parametrize("form", ["padded", "packed", "whole blocks", "masked"])
 def test_a_long_sum_is_added_up_in_blocks(form):
     """At most 128 and then 1563 roundings go into it; one by one they would be 200 000."""
-    x = jnp.full((1, 200_000, 1), 1.1)
-    cu_seqlens = None if form == "padded" else jnp.array([0, 200_000])
-    out = mean_pooling(x, cu_seqlens=cu_seqlens)
+    tokens = 200_000 if form in ("padded", "packed") else 1563 * 128
+    x = jnp.full((1, tokens, 1), 1.1)
+    cu_seqlens = jnp.array([0, tokens]) if form == "packed" else None
+    mask = jnp.ones((1, tokens), bool) if form == "masked" else None
+    out = mean_pooling(x, mask, cu_seqlens=cu_seqlens)
     np.testing.assert_allclose(out, np.float32(1.1), rtol=(128 + 1563) * np.finfo("f4").eps / 2)
 
 

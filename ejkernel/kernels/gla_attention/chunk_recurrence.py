@@ -33,6 +33,7 @@ from ejkernel.kernels.common.precision import matmul
 
 # In place of -inf: 0 times -inf would be NaN.
 _LEAST = -1e30
+_SHORT = 16  # tokens of a chunk on a CPU; the longer ones of a GPU sum logarithms by a matmul
 
 
 class DecayGradients(NamedTuple):
@@ -154,12 +155,44 @@ class ScalarDecay(_Decay):
 
 
 class ColumnDecay(_Decay):
-    """A decay for every column: one matmul for each size of block."""
+    """A decay for every column: one matmul for each size of block.
+
+    The factors of short chunks are products: one exponential for each decay, and no matmul.
+    """
+
+    @functools.cached_property
+    def start(self) -> jax.Array:
+        return self._products[-1][0] if self.tokens <= _SHORT else super().start
+
+    @functools.cached_property
+    def end(self) -> jax.Array:
+        return self._products[-1][1] if self.tokens <= _SHORT else super().end
+
+    @functools.cached_property
+    def _products(self) -> list[tuple[jax.Array, jax.Array]]:
+        """In blocks of 1, 2, 4, ... tokens: from the start to a token, after it to the end."""
+        lanes, tokens, width = self.decays.shape
+        from_start, to_end = jnp.exp(self.decays), jnp.ones_like(self.decays)
+        found = [(from_start, to_end)]
+        is_upper = np.array([False, True])[:, None, None]
+        for size in _sizes(tokens):
+            halves = (lanes, -1, 2, size, width)
+            first, last = from_start.reshape(halves), to_end.reshape(halves)
+            whole = first[:, :, :, -1:]
+            first *= jnp.where(is_upper, whole[:, :, :1], 1.0)
+            last *= jnp.where(is_upper, 1.0, whole[:, :, 1:])
+            from_start, to_end = (x.reshape(lanes, tokens, width) for x in (first, last))
+            found.append((from_start, to_end))
+        return found
 
     @functools.cached_property
     def levels(self) -> jax.Array:
         """[l, n, c, d]: in the upper half of a block from its middle, in the lower half to it."""
         tables = _tables(self.tokens)
+        if self.tokens <= _SHORT:
+            upper = [np.arange(self.tokens) // size % 2 == 1 for size in _sizes(self.tokens)]
+            halves = zip(upper, self._products, strict=False)
+            return jnp.stack([jnp.where(u[:, None], *factors) for u, factors in halves], 1)
         factors = jnp.exp(_sums(tables.levels.reshape(-1, self.tokens), self.decays))
         return factors.reshape(factors.shape[0], -1, self.tokens, factors.shape[-1])
 
@@ -224,11 +257,16 @@ class _Tables(NamedTuple):
     masks: np.ndarray  # [n, c, 1, c]: the pairs across the middles of those blocks
 
 
+def _sizes(tokens: int) -> list[int]:
+    """The halves of the blocks of 2, 4, 8, ... tokens."""
+    return [1 << level for level in range(tokens.bit_length() - 1)]
+
+
 @functools.cache
 def _tables(tokens: int) -> _Tables:
     token, other = np.arange(tokens)[:, None], np.arange(tokens)
     levels, masks = [], []
-    for size in (1 << level for level in range(tokens.bit_length() - 1)):
+    for size in _sizes(tokens):
         upper = token // size % 2 == 1
         near = token // size == other // size
         levels.append(near & np.where(upper, other <= token, other > token))

@@ -17,7 +17,7 @@ from ejkernel.ops.implementation import ALL_FEATURES, Implementation, Pass
 from ejkernel.ops.platform import Device
 
 # Elements of the states, keys and queries of a step: so many stay in the cache of a CPU core.
-_CACHED = 1 << 16
+_CACHED = 3 << 15
 
 
 class Residuals(NamedTuple):
@@ -200,7 +200,7 @@ def _sizes(inputs: Inputs, cpu: bool) -> tuple[int, int]:
     batch, tokens, heads, rows = inputs.key.shape
     columns = inputs.value.shape[-1]
     columnwise = any(x is not None and x.shape[-1] > 1 for x in (inputs.gate, inputs.gv))
-    chunk = 64 if not cpu else 16 if columnwise else 32
+    chunk = 64 if not cpu else 8 if columnwise else 32
     chunk = min(chunk, next_power_of_two(-(-tokens // sequences(inputs))))
     if not cpu or tokens <= chunk:
         return chunk, batch * heads
@@ -214,8 +214,9 @@ def _candidates(inputs: Inputs, spec: Spec, device: Device) -> list[GLAttentionC
     """Chunks and lanes worth timing."""
     batch, tokens, heads, _ = inputs.key.shape
     longest = next_power_of_two(tokens)
-    chunks = dict.fromkeys(min(chunk, longest) for chunk in (16, 32, 64))
-    lanes = dict.fromkeys((_heuristic(inputs, spec, device).block_k, batch * heads))
+    guess = _heuristic(inputs, spec, device)
+    chunks = dict.fromkeys(min(chunk, longest) for chunk in (guess.block_q, 16, 32, 64))
+    lanes = dict.fromkeys((guess.block_k, batch * heads))
     return [GLAttentionConfig(block_q=c, block_k=n) for c in chunks for n in lanes]
 
 
