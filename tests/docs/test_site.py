@@ -139,6 +139,24 @@ class TestTheBuiltSite:
         assert found == {}
 
     @in_browser
+    def test_charts_have_the_colours_of_the_system(self, tmp_path):
+        visible = (
+            "Array.from(document.querySelectorAll('.chart > div'))"
+            ".filter(one => one.offsetHeight).map(one => one.className)"
+        )
+        with browser.served(SITE) as address, browser.opened(tmp_path) as tab:
+            for dark in (False, True, False):
+                tab.resize(1280, 900, dark=dark)
+                tab.load(f"{address}/benchmarks.html")
+                expected = {"chart-dark" if dark else "chart-light"}
+                deadline = time.monotonic() + 30
+                while (
+                    set(found := tab.evaluate(visible)) != expected and time.monotonic() < deadline
+                ):
+                    time.sleep(0.1)
+                assert set(found) == expected
+
+    @in_browser
     def test_the_search_finds_the_words_of_the_field(self, tmp_path):
         expected = {
             "GQA": "flash_attention",
