@@ -106,7 +106,7 @@ docs-serve: $(VENV)-docs/.installed
 	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs serve
 
 test-docs: docs
-	SITE=build/site $(bin)/python -m pytest -q -rs tests/docs/test_site.py $(ARGS)
+	SITE=build/site $(pytest) -rs tests/docs/test_site.py $(ARGS)
 
 build/.examples: $(wildcard docs/*.md) README.md $(stamp)-test
 	$(pytest) tests/docs/test_documents.py -k our_documents

@@ -87,7 +87,7 @@ def every_package_installed() -> Iterator[None]:
 
 
 @functools.cache
-def _call(operation: str, dtype: Any) -> Invocation:
+def demo_call(operation: str, dtype: Any) -> Invocation:
     """The call of `ejkernel demo`, as shapes, in this dtype."""
     baseline = BASELINES[operation]
     found: list[Invocation] = []
@@ -104,7 +104,7 @@ def _call(operation: str, dtype: Any) -> Invocation:
 @functools.cache
 def supporting(operation: str, column: Column, direction: Direction) -> list[Source]:
     """The sources that take the call, in order."""
-    call = _call(operation, column.dtype)
+    call = demo_call(operation, column.dtype)
     with every_package_installed():
         supported, _ = call.op.supporting(direction, call.inputs, call.spec, column.device, None)
     return [source for source, _ in supported]

@@ -8,6 +8,7 @@ import html.parser
 import importlib
 import os
 import sys
+import time
 import types
 import urllib.parse
 from pathlib import Path
@@ -136,6 +137,45 @@ class TestTheBuiltSite:
                 if wrong := [*tab.complaints(), *asked, *["too wide"] * wider]:
                     found[place] = wrong
         assert found == {}
+
+    @in_browser
+    def test_charts_have_the_colours_of_the_system(self, tmp_path):
+        visible = (
+            "Array.from(document.querySelectorAll('.chart > div'))"
+            ".filter(one => one.offsetHeight).map(one => one.className)"
+        )
+        with browser.served(SITE) as address, browser.opened(tmp_path) as tab:
+            for dark in (False, True, False):
+                tab.resize(1280, 900, dark=dark)
+                tab.load(f"{address}/benchmarks.html")
+                expected = {"chart-dark" if dark else "chart-light"}
+                deadline = time.monotonic() + 30
+                while (
+                    set(found := tab.evaluate(visible)) != expected and time.monotonic() < deadline
+                ):
+                    time.sleep(0.1)
+                assert set(found) == expected
+
+    @in_browser
+    def test_the_search_finds_the_words_of_the_field(self, tmp_path):
+        expected = {
+            "GQA": "flash_attention",
+            "varlen": "Masks with pictures",
+            "KV cache": "page_attention",
+            "MoE": "grouped_matmul",
+            "FlashAttention": "flash_attention",
+        }
+        titles = (
+            "Array.from(document.querySelectorAll('.md-search-result__item h1'))"
+            ".map(title => title.textContent).join('; ')"
+        )
+        with browser.served(SITE) as address, browser.opened(tmp_path) as tab:
+            for words, page in expected.items():
+                tab.load(f"{address}/index.html?{urllib.parse.urlencode({'q': words})}")
+                deadline = time.monotonic() + 30
+                while not (found := tab.evaluate(titles)) and time.monotonic() < deadline:
+                    time.sleep(0.1)
+                assert page in found, words
 
     @in_browser
     def test_the_browser_notices_what_is_wrong(self, tmp_path):
