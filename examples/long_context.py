@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 from ejkernel import flash_attention, ring_attention
 from ejkernel.parallel import permute_sequence
 
+RATES = {"small": 3e-3, "full": 3e-4}
 SIZES = {
     "small": {"width": 32, "layers": 1, "heads": 4, "length": 2048, "steps": 12},
     "full": {"width": 1024, "layers": 4, "heads": 8, "length": 65536, "steps": 100},
@@ -52,9 +53,9 @@ def loss_of(params, data, attend):
     return optax.softmax_cross_entropy_with_integer_labels(logits, data["labels"]).mean()
 
 
-def train(name, params, data, attend, steps):
+def train(name, params, data, attend, rate, steps):
     """The loss of every step, and the milliseconds of one that is compiled."""
-    optimizer = optax.adam(3e-3)
+    optimizer = optax.adam(rate)
 
     @jax.jit
     def step(params, moments, data):
@@ -94,7 +95,7 @@ def main():
     arguments = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 8)  # of the host, where it has no GPU
     jax.config.update("jax_default_matmul_precision", "highest")
-    size = SIZES[arguments.size]
+    size, rate = SIZES[arguments.size], RATES[arguments.size]
     shards, length = jax.device_count(), size["length"]
     mesh = Mesh(np.array(jax.devices()), ("sequence",))
 
@@ -102,7 +103,7 @@ def main():
     data = {"tokens": text[:, :-1], "labels": text[:, 1:], "positions": np.arange(length)[None]}
     params = init(jax.random.key(0), **size)
     attend = functools.partial(flash_attention, causal=True)
-    expected, one_device = train("one device", params, data, attend, size["steps"])
+    expected, one_device = train("one device", params, data, attend, rate, size["steps"])
     rows = [("one device", length, f"{one_device:.0f}", "")]
 
     for placement in ("contiguous", "zigzag"):
@@ -113,7 +114,7 @@ def main():
         placed = {name: permute_sequence(x, **order) for name, x in data.items()}
         placed = jax.device_put(placed, NamedSharding(mesh, P(None, "sequence")))
         everywhere = jax.device_put(params, NamedSharding(mesh, P()))
-        losses, took = train(placement, everywhere, placed, attend, size["steps"])
+        losses, took = train(placement, everywhere, placed, attend, rate, size["steps"])
         error = abs(losses - expected).max()
         check(f"{placement}: the losses are those of one device, up to {error:.1e}", error < 1e-4)
         slowest = imbalance(length, **order)
