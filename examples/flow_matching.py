@@ -22,6 +22,7 @@ from common import check, curve, normalize, table
 
 from ejkernel import flash_attention
 
+RATES = {"small": 3e-3, "full": 1e-3}
 SIZES = {
     "small": {"width": 64, "layers": 2, "heads": 4, "batch": 64, "steps": 400},
     "full": {"width": 256, "layers": 6, "heads": 8, "batch": 4096, "steps": 20000},
@@ -102,9 +103,9 @@ def sample(params, noise):
     return noise - network(params, noise, zeros, ones)
 
 
-def train(params, noise, *, batch, steps, **_):
+def train(params, noise, rate, *, batch, steps, **_):
     """The trained parameters, and distances of samples to rings in the course of the training."""
-    optimizer = optax.adam(optax.warmup_cosine_decay_schedule(0.0, 3e-3, steps // 10, steps))
+    optimizer = optax.adam(optax.warmup_cosine_decay_schedule(0.0, rate, steps // 10, steps))
 
     @jax.jit
     def step(params, moments, key):
@@ -139,7 +140,8 @@ def main():
     size = SIZES[arguments.size]
 
     noise = jax.random.normal(jax.random.key(3), (256, POINTS, 2))
-    params, distances = train(init(jax.random.key(0), **size), noise, **size)
+    params = init(jax.random.key(0), **size)
+    params, distances = train(params, noise, RATES[arguments.size], **size)
     curve("distance of samples to the nearest ring", distances, arguments.plot)
 
     z, r, t, velocity = draw_batch(jax.random.key(2), 64)

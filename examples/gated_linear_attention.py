@@ -19,6 +19,7 @@ from common import check, curve, normalize, table, text_of_the_documentation
 
 from ejkernel import gla_attention, recurrent_attention
 
+RATES = {"small": 1e-2, "full": 1e-3}
 SIZES = {
     "small": {"width": 64, "layers": 2, "heads": 2, "length": 128, "batch": 8, "steps": 240},
     "full": {"width": 768, "layers": 12, "heads": 6, "length": 4096, "batch": 8, "steps": 2000},
@@ -69,9 +70,9 @@ def loss_of(params, tokens):
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
-def train(params, text, *, length, batch, steps, **_):
+def train(params, text, rate, *, length, batch, steps, **_):
     """The trained parameters and the losses."""
-    optimizer = optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-2, steps // 10, steps))
+    optimizer = optax.adamw(optax.warmup_cosine_decay_schedule(0.0, rate, steps // 10, steps))
 
     @jax.jit
     def step(params, moments, tokens):
@@ -118,7 +119,8 @@ def main():
     size["steps"] = arguments.steps or size["steps"]
 
     text = text_of_the_documentation()
-    params, losses = train(init(jax.random.key(0), **size), text, **size)
+    params = init(jax.random.key(0), **size)
+    params, losses = train(params, text, RATES[arguments.size], **size)
     curve("loss in nats per byte", losses, arguments.plot)
     frequencies = np.bincount(text, minlength=VOCABULARY) / len(text)
     entropy = -sum(p * np.log(p) for p in frequencies if p > 0)

@@ -21,9 +21,10 @@ from flax import nnx
 
 from ejkernel import MaskInfo, flash_attention
 
+RATES = {"small": 2e-3, "full": 3e-4}
 SIZES = {
     "small": {"width": 64, "layers": 2, "heads": 4, "length": 256, "rows": 4, "steps": 60},
-    "full": {"width": 1024, "layers": 24, "heads": 16, "length": 8192, "rows": 8, "steps": 200},
+    "full": {"width": 1024, "layers": 12, "heads": 16, "length": 8192, "rows": 8, "steps": 200},
 }
 VOCABULARY, PADDING = 256, -1
 AUTO = (jax.sharding.AxisType.Auto,) * 2  # XLA splits what the parameters and batches do not say
@@ -135,7 +136,7 @@ def train(name, rows, size, dtype, mesh_shape=(1, 1)):
     over_data = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     with jax.set_mesh(mesh):
         model = GPT.of_size(size, dtype)
-        optimizer = nnx.Optimizer(model, optax.adamw(2e-3), wrt=nnx.Param)
+        optimizer = nnx.Optimizer(model, optax.adamw(size["rate"]), wrt=nnx.Param)
     losses, seconds, tokens = [], [], []
     for i, batch in enumerate(batches(rows, size["rows"], size["steps"])):
         start = time.perf_counter()
@@ -165,7 +166,7 @@ def main():
     parser.add_argument("--mesh", default="1x1", help="data x tensor, as in 2x4")
     parser.add_argument("--plot", metavar="FILE", help="draw the curve into this file, too")
     arguments = parser.parse_args()
-    size = SIZES[arguments.size]
+    size = SIZES[arguments.size] | {"rate": RATES[arguments.size]}
     size["steps"] = arguments.steps or size["steps"]
     dtype = jnp.float32 if arguments.size == "small" else jnp.bfloat16
     mesh_shape = tuple(map(int, arguments.mesh.split("x")))
