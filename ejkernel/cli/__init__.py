@@ -31,7 +31,7 @@ def main() -> None:
 
     signal.signal(signal.SIGINT, _interrupt)
     with contextlib.suppress(_InterruptedError):
-        app()  # ends with SystemExit
+        app(prog_name="ejkernel")  # ends with SystemExit
     gc.collect()  # what the interrupted frames held: locks, which would be reported as leaked
     _end()
 

@@ -17,6 +17,7 @@ from ejkernel.cli import (
     figures_native_sparse,
     figures_paged,
     figures_ring,
+    output,
     provenance,
 )
 from ejkernel.cli.measure import WrongResultError
@@ -58,7 +59,8 @@ def _outcome(figure: figures.Figure, value: float | None) -> dict[str, Any]:
 
 def bench(
     only: Annotated[
-        list[str] | None, typer.Option(help="A figure by name; may be given several times.")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A figure by name; may be given several times."),
     ] = None,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Write a file, or the device's file in a folder.")
@@ -70,13 +72,15 @@ def bench(
         list[Path] | None,
         typer.Option(
             "--results",
+            metavar="PATH",
             help="With --html: measure nothing, show this file or all files in this folder; "
             "may be given several times.",
         ),
     ] = None,
 ) -> None:
     """Measure the figures of docs/benchmarks.md and compare them with their targets."""
-    _check_paths(json_path, html_path)
+    output.check(json_path, "--json", folder=True)
+    output.check(html_path, "--html")
     console = Console()
     if recorded:
         path = _page_of_recorded(only, json_path, html_path)
@@ -88,10 +92,8 @@ def bench(
     outcomes, wrong = _measured(console, [x for x in FIGURES if not only or x.name in only])
     report = {**provenance.provenance(), "figures": outcomes}
     if json_path is not None:
-        target = _file(json_path)
-        target.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(report, indent=2, ensure_ascii=False)
-        target.write_text(text + "\n", "utf-8")
+        output.write(_file(json_path), text + "\n", "--json")
     if html_path is not None:
         _write_page(console, html_path, results.parse(report, "", _known()))
     if wrong:
@@ -121,17 +123,6 @@ def _measured(
     return outcomes, wrong
 
 
-def _check_paths(json_path: Path | None, html_path: Path | None) -> None:
-    """Refuse what could not be written, before anything is measured."""
-    if html_path is not None and html_path.is_dir():
-        raise typer.BadParameter(f"{html_path} is a folder.", param_hint="--html")
-    for path, option in ((json_path, "--json"), (html_path, "--html")):
-        above = next((x for x in (path, *path.parents) if x.exists()), None) if path else None
-        if above is None or above.is_dir() or above == path:
-            continue
-        raise typer.BadParameter(f"{above} is a file, not a folder.", param_hint=option)
-
-
 def _page_of_recorded(
     only: list[str] | None, json_path: Path | None, html_path: Path | None
 ) -> Path:
@@ -157,7 +148,6 @@ def _read(paths: list[Path]) -> list[results.Result]:
 
 
 def _write_page(console: Console, path: Path, *found: results.Result) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page.page(list(found)), "utf-8")
+    output.write(path, page.page(list(found)), "--html")
     count = sum(len(result.rows) for result in found)
     console.print(f"Written to {path}; figures and calls: {count}", markup=False, highlight=False)

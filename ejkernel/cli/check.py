@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column, Table
 
 from ejkernel import settings
-from ejkernel.cli import oracle, provenance, subjects
+from ejkernel.cli import oracle, output, provenance, subjects
 from ejkernel.cli.oracle import Dtype
 from ejkernel.cli.outcome import Outcome as Outcome
 from ejkernel.cli.outcome import outcome_of
@@ -22,7 +22,7 @@ from ejkernel.cli.subjects import Subject
 from ejkernel.ops import executor
 from ejkernel.ops.executor import Request
 from ejkernel.ops.implementation import Source
-from ejkernel.ops.platform import device_of
+from ejkernel.ops.platform import Platform, device_of
 from ejkernel.ops.workload import Workload
 
 Counts = dict[tuple[str, str], Counter[str]]
@@ -86,13 +86,29 @@ def _table(counts: Counts) -> Table:
     return table
 
 
+def _check_names(wanted: list[str], chosen: list[Subject]) -> None:
+    """Refuse a named call that no chosen operation has."""
+    names = {call.name: None for subject in chosen for call in subject.workloads}
+    if unknown := [name for name in wanted if name not in names]:
+        said = f"no operation has a named call {unknown[0]!r}."
+        if len(chosen) == 1:
+            said = f"{chosen[0].name} has no named call {unknown[0]!r}; it has {', '.join(names)}."
+        raise typer.BadParameter(said, param_hint="--workload")
+
+
 def check(
-    op: Annotated[list[str] | None, typer.Option(help="An operation; by default all.")] = None,
-    platform: Annotated[str | None, typer.Option(help="Only this platform.")] = None,
-    workload: Annotated[
-        list[str] | None, typer.Option(help="A named call; by default all.")
+    op: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="An operation; by default all.")
     ] = None,
-    dtype: Annotated[Dtype, typer.Option(help="Type of the arrays.")] = "float32",
+    platform: Annotated[
+        Platform | None, typer.Option(metavar="NAME", help=f"{', '.join(Platform)}.")
+    ] = None,
+    workload: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="A named call; by default all.")
+    ] = None,
+    dtype: Annotated[
+        Dtype, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16.")
+    ] = "float32",
     random: Annotated[
         int | None, typer.Option(min=1, help="So many random calls instead of named ones.")
     ] = None,
@@ -113,11 +129,18 @@ def check(
         if workload or dtype != "float32":
             raise typer.BadParameter("--random draws the calls and the types of their arrays.")
         wanted = random_calls.indices(first, random, [x.name for x in subjects.chosen(op)])
+        output.check(json_path, "--json")
         _check_random(Options(seed, platform, gradients), wanted, workers, json_path)
         return
+    given = {"--seed": seed, "--first": first, "--no-gradients": not gradients}
+    given |= {"--workers": workers > 1, "--json": json_path is not None}
+    for option in (name for name, value in given.items() if value):
+        raise typer.BadParameter("it is for random calls; use it with --random.", param_hint=option)
+    chosen = subjects.chosen(op)
+    _check_names(workload or [], chosen)
     cases = [
         Case(subject, source, call)
-        for subject in subjects.chosen(op)
+        for subject in chosen
         for source in subject.op.sources
         for call in subject.workloads
         if platform in (None, source.platform.value)
@@ -177,7 +200,7 @@ def _check_random(
     )
     if json_path is not None:
         record = _record(options, wanted, counts, wrong, programs)
-        json_path.write_text(json.dumps(record, indent=1) + "\n")
+        output.write(json_path, json.dumps(record, indent=1) + "\n", "--json")
     if wrong:
         raise typer.Exit(1)
 

@@ -16,7 +16,7 @@ from rich.table import Column
 from rich.text import Text
 
 from ejkernel import __version__
-from ejkernel.cli import demo_rows, provenance, subjects
+from ejkernel.cli import demo_rows, output, provenance, subjects
 from ejkernel.cli.demo_calls import BASELINES
 from ejkernel.cli.demo_rows import Comparison, Row
 from ejkernel.kernels import OPS
@@ -161,12 +161,15 @@ class Screen:
 
 
 def demo(
-    op: Annotated[list[str] | None, typer.Option(help="An operation; all by default.")] = None,
+    op: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="An operation; all by default.")
+    ] = None,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Also write the rows to this file.")
     ] = None,
 ) -> None:
     """Run every operation and compare it with plain JAX."""
+    output.check(json_path, "--json")
     names = [subject.name for subject in subjects.chosen(op)]
     screen = Screen(Console(), len(names))
     began = time.perf_counter()
@@ -185,7 +188,7 @@ def demo(
     _print_bottom(screen, rows, seconds)
     if json_path is not None:
         record = provenance.provenance() | {"seconds": seconds, "rows": _recorded(rows)}
-        json_path.write_text(json.dumps(record, indent=1) + "\n")
+        output.write(json_path, json.dumps(record, indent=1) + "\n", "--json")
     if problems(rows):
         raise typer.Exit(1)
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -12,10 +11,12 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from ejkernel.cli import output
 from ejkernel.cli.picture import Picture, Style, legend
 from ejkernel.types import MaskInfo
 
 _DEFAULT_LENGTH = 256
+_LONGEST = 100_000_000  # the mask holds a few numbers for each token
 _LINES_AROUND = 6  # title, key numbers, frame, legend and the prompt
 _SVG_BLOCKS = 128
 _GALLERY_COLUMNS, _GALLERY_WIDTH, _GALLERY_LINES = 3, 25, 6
@@ -110,19 +111,6 @@ def _style(console: Console, ascii_only: bool) -> Style:
     return Style(ascii_only, colours and not ascii_only)
 
 
-def _write_svg(path: Path, mask: MaskInfo, block: int) -> None:
-    """Write the file as a whole, or not at all."""
-    text = mask.to_svg(max_blocks=-(-max(mask.q_len, mask.kv_len) // block))
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        temporary.write_text(text)
-        os.replace(temporary, path)
-    except OSError as error:
-        raise typer.BadParameter(f"--svg: cannot write {path}: {error.strerror}.") from None
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def _print_picture(
     console: Console, style: Style, recipe: Recipe, mask: MaskInfo, block: int | None
 ) -> None:
@@ -164,10 +152,11 @@ def _print_gallery(console: Console, style: Style) -> None:
 
 def mask(
     length: Annotated[
-        int | None, typer.Option(min=1, help="Number of queries (default 256).")
+        int | None, typer.Option(min=1, max=_LONGEST, help="Number of queries (default 256).")
     ] = None,
     keys: Annotated[
-        int | None, typer.Option(min=1, help="Number of keys; by default that of the queries.")
+        int | None,
+        typer.Option(min=1, max=_LONGEST, help="Number of keys; by default that of the queries."),
     ] = None,
     documents: Annotated[
         str | None, typer.Option(help="Lengths of packed documents, e.g. 100,60,90.")
@@ -184,6 +173,9 @@ def mask(
     svg: Annotated[Path | None, typer.Option(help="Write an SVG file instead.")] = None,
 ) -> None:
     """Draw an attention mask; without options, show examples."""
+    if offset and not (causal or window is not None):
+        raise typer.BadParameter("it shifts --causal or --window; give one.", param_hint="--offset")
+    output.check(svg, "--svg")
     recipe = Recipe(
         length or _DEFAULT_LENGTH,
         keys,
@@ -207,5 +199,6 @@ def mask(
         _print_picture(console, style, recipe, drawn, block)
         return
     block = block or -(-max(drawn.q_len, drawn.kv_len) // _SVG_BLOCKS)
-    _write_svg(svg, drawn, block)
+    text = drawn.to_svg(max_blocks=-(-max(drawn.q_len, drawn.kv_len) // block))
+    output.write(svg, text, "--svg")
     typer.echo(f"{svg}: {drawn.q_len} queries x {drawn.kv_len} keys in blocks of {block}")

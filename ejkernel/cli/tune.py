@@ -279,9 +279,12 @@ def tune(
         ),
     ],
     workload: Annotated[
-        list[str] | None, typer.Option(help="A named call; by default those marked for tuning.")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A named call; by default those marked for tuning."),
     ] = None,
-    dtype: Annotated[Dtype, typer.Option(help="Type of the arrays.")] = "bfloat16",
+    dtype: Annotated[
+        Dtype, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16.")
+    ] = "bfloat16",
     seconds: Annotated[
         float | None, typer.Option(min=0.0, help="Start no call after so many seconds.")
     ] = None,
@@ -298,16 +301,18 @@ def tune(
 ) -> None:
     """Tune an operation for this device; results go to your cache.
 
-    For PATH.py:FUNCTION the file also defines `arguments`: the arguments of the function as a
-    tuple, or a function that returns them.
+    For PATH.py:FUNCTION the file also defines `arguments`: the arguments of
+    the function as a tuple, or a function that returns them.
     """
     if output is not None and not ship:
         raise typer.BadParameter("--output is a folder of shipped tables; use it with --ship.")
     if ".py:" in op:
-        if workload or ship or workers > 1 or seconds is not None:
+        if workload or ship or workers > 1 or seconds is not None or dtype != "bfloat16":
             raise typer.BadParameter("PATH.py:FUNCTION takes no option but --rounds.")
         _tune_function(op, rounds)
         return
+    if op.endswith(".py"):
+        raise typer.BadParameter(f"{op} names no function: {op}:FUNCTION.")
     subject = subjects.one(op)
     workloads = _workloads(subject, workload)
     passes = _passes(subject, workloads, dtype)

@@ -1,7 +1,7 @@
 """`ejkernel check` finds what is wrong and says so with its exit code."""
 
 import pytest
-from cli.commands import WIDTHS, run, too_wide
+from cli.commands import WIDTHS, run, sentence, too_wide
 
 from ejkernel.cli import check
 from ejkernel.kernels import OPS
@@ -52,3 +52,28 @@ def test_options_that_match_nothing_are_wrong_usage():
     shown = run("check", "--op", "mean_pooling", "--platform", "cuda")
     assert shown.exit_code == 2
     assert "no implementation and named call match these options." in shown.output
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            ["--seed", "3"],
+            "Invalid value for --seed: it is for random calls; use it with --random.",
+        ),
+        (["--first", "3"], "Invalid value for --first: it is for random calls"),
+        (["--no-gradients"], "Invalid value for --no-gradients: it is for random calls"),
+        (["--workers", "2"], "Invalid value for --workers: it is for random calls"),
+        (["--json", "x.json"], "Invalid value for --json: it is for random calls"),
+        (["--platform", "mosaic"], "'mosaic' is not one of 'triton', 'pallas', 'cuda', 'xla'."),
+        (["--workload", "nonsense"], "no operation has a named call 'nonsense'."),
+        (
+            ["--op", "mean_pooling", "--workload", "nonsense"],
+            "mean_pooling has no named call 'nonsense'; it has plain,",
+        ),
+    ],
+)
+def test_an_option_without_effect_is_wrong_usage(options, said):
+    shown = run("check", *options)
+    assert shown.exit_code == 2
+    assert said in sentence(shown)

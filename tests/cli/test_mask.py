@@ -171,7 +171,10 @@ def test_writes_an_svg(tmp_path):
         (["--window", "-1"], "sliding_window must not be negative, got (-1, -1)."),
         (["--length", "8", "--documents", "5,6"], "documents of 11 tokens do not fit into 8."),
         (["--documents", "5,-2"], "a document has at least 1 token, got -2."),
-        (["--causal", "--svg", "no/such/folder/x.svg"], "No such file or directory"),
+        (["--causal", "--svg", "/dev/null/x.svg"], "/dev/null is not a folder"),
+        (["--length", "1000000000"], "less than or equal to 100000000"),
+        (["--keys", "1000000000"], "less than or equal to 100000000"),
+        (["--offset", "5"], "it shifts --causal or --window; give one."),
     ],
 )
 def test_refuses_nonsense_in_one_sentence(arguments, said):

@@ -197,9 +197,9 @@ class TestCommand:
                 "--results measures nothing",
             ),
             (["--results", "x.json", "--html", "p", "--json", "j"], "--results measures nothing"),
-            (["--html", "."], ". is a folder"),
-            (["--html", "/dev/null/page.html"], "/dev/null is a file, not a folder"),
-            (["--json", "/dev/null/page.json"], "/dev/null is a file, not a folder"),
+            (["--html", "."], "cannot write .: it is a folder"),
+            (["--html", "/dev/null/page.html"], "/dev/null is not a folder"),
+            (["--json", "/dev/null/page.json"], "/dev/null is not a folder"),
         ],
     )
     def test_options_that_do_not_fit_are_refused(self, options, complaint, monkeypatch):

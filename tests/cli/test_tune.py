@@ -183,6 +183,18 @@ def test_a_file_that_cannot_be_tuned_gets_a_sentence(tmp_path, place, arguments,
     assert said in " ".join(shown.output.split())
 
 
+def test_a_file_without_a_function_is_wrong_usage():
+    shown = run("tune", "train.py", columns=200)
+    assert shown.exit_code == 2
+    assert "train.py names no function: train.py:FUNCTION." in shown.output
+
+
+def test_an_option_for_named_calls_is_refused_for_a_function():
+    shown = run("tune", "train.py:step", "--dtype", "float32", columns=200)
+    assert shown.exit_code == 2
+    assert "takes no option but --rounds." in shown.output
+
+
 def test_an_unknown_named_call_is_wrong_usage():
     shown = run("tune", "flash_attention", "--workload", "nonsense")
     assert shown.exit_code == 2
