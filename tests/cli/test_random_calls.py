@@ -75,6 +75,13 @@ class TestDrawing:
             for one in (choices, simpler[index % len(simpler)], simpler[-1]):
                 jax.eval_shape(lambda one=one: subject.invocation(one.values()).inputs)
 
+    def test_sizes_of_groups_without_an_offset_are_those_of_the_weights(self):
+        drawn = [choices_of(0, i) for i in random_calls.indices(0, 200, ["grouped_matmul"])]
+        without = [x for x in drawn if x.by_sizes and x.offset is None]
+        assert any(x.others for x in without)
+        for choices in without:
+            assert choices.arguments()["group_sizes"].count(",") + 1 == choices.groups
+
     def test_redrawn_arrays_differ_and_lose_what_is_spoiled(self):
         make = lambda: arrays.nan_where(np.arange(4) > 2, arrays.normal(4, seed=1))
         spoiled = make()

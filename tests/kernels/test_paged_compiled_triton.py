@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from evidence import proves
-from kernels.triton_testing import SHARED, compiled, lowered, needs_triton
+from kernels.triton_testing import SHARED, compiled, lowered, needs_triton, other_process
 
 from ejkernel.modules import ragged_page_attention_v3, ragged_page_attention_v3_update
 from ejkernel.ops import kernel_registry
@@ -76,6 +76,12 @@ def test_no_candidate_spills_registers(capability, what, dim, cache):
 
 
 KINDS = ("plain", "all", "combined")
+
+
+@needs_triton
+def test_offsets_in_a_cache_of_more_than_two_to_the_31_elements_have_64_bits():
+    found = dict(line.split(maxsplit=1) for line in other_process("paged_large.py") if " " in line)
+    assert found == {"cache_write_kernel": "i64", "attention_kernel": "i64"}
 
 
 @needs_triton

@@ -25,9 +25,15 @@ class Grouped(Choices):
     rows_size: str = one_of("ordinary", "ordinary", "tiny", "huge")
 
     @property
+    def total(self) -> int:
+        """How many groups there are; sizes without an offset are those of all weights."""
+        only_here = self.by_sizes and self.offset is None
+        return self.groups + (0 if only_here else self.others)
+
+    @property
     def ids(self) -> list[int]:
         """The group of each row; beyond the groups, or -1, for a row of none."""
-        rng, count = self.rng(), self.groups + self.others
+        rng, count = self.rng(), self.total
         low, high = (-1, count + 1) if self.outside and not self.by_sizes else (0, count)
         if self.only is not None:
             low, high = self.only, self.only + 1
@@ -70,7 +76,7 @@ class Grouped(Choices):
     def _groups(self) -> dict[str, str]:
         if not self.by_sizes:
             return {"group_ids": f"np.array({self.ids})"}
-        sizes = [self.ids.count(group) for group in range(self.groups + self.others)]
+        sizes = [self.ids.count(group) for group in range(self.total)]
         return {"group_sizes": f"np.array({sizes})"}
 
 

@@ -144,9 +144,10 @@ def cache_write_kernel(
         mask=valid,
         other=-1,
     )
+    place = page
+    if static.int64_offsets:
+        place = tl.cast(page, tl.int64)
     if (page >= 0) & (page < static.pages):
-        if static.int64_offsets:
-            page = tl.cast(page, tl.int64)
         slot = position % static.page_size
         head = tl.program_id(0) % static.head_chunks * static.heads_per_program + tl.arange(
             0, static.heads_per_program
@@ -154,12 +155,12 @@ def cache_write_kernel(
         token = tl.cast(number, tl.int64) * static.kv_heads
         _copy_heads(
             new_keys + token * static.head_dim,
-            keys + page * static.k_page_stride + slot * static.k_token_stride, head,
+            keys + place * static.k_page_stride + slot * static.k_token_stride, head,
             static.k_head_stride, static.head_dim, static.head_width, static,
         )  # fmt: skip
         _copy_heads(
             new_values + token * static.value_dim,
-            values + page * static.v_page_stride + slot * static.v_token_stride, head,
+            values + place * static.v_page_stride + slot * static.v_token_stride, head,
             static.v_head_stride, static.value_dim, static.value_width, static,
         )  # fmt: skip
 
@@ -172,4 +173,6 @@ def _copy_heads(
     column = tl.arange(0, width)[None, :]
     mask = (head < static.kv_heads)[:, None] & (column < dim)
     x = tl.load(source + head[:, None] * dim + column, mask=mask)
+    if static.int64_offsets:
+        head = tl.cast(head, tl.int64)  # its stride is that of all pages where heads come first
     tl.store(target + head[:, None] * stride + column, x, mask=mask)

@@ -136,6 +136,7 @@ def attention_step(
     slot = key_position % static.page_size
     if static.int64_offsets:
         ids = tl.cast(ids, tl.int64)
+        head = tl.cast(head, tl.int64)  # its stride is that of all pages where heads come first
     if column_pairs:
         even, odd = _load_column_pairs(
             keys, head * static.k_head_stride,
