@@ -31,6 +31,8 @@ def autotune(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Autotun
 
     Raises:
         ValueError: `function` is no function, or called no operation.
+        RuntimeError: there are several processes (`jax.process_count()`), which would not find the
+            same winners.
 
     >>> import jax, jax.numpy as jnp
     >>> import ejkernel

@@ -158,7 +158,7 @@ class ConfigSelectorChain:
         own = inv.op.reference is None
         choices = _choices(inv, supported) if own else _contenders(inv, *supported[0])
         here = inv.device.fingerprint == device_fingerprint()
-        if len(choices) < 2 or not here or jax.process_count() > 1:
+        if len(choices) < 2 or not here or _several_processes():
             return None
         with self._alone():
             # Another thread may have measured the same call while this one waited.
@@ -203,7 +203,16 @@ class ConfigSelectorChain:
         return _choices(inv, supported)
 
     def tune(self, inv: Invocation, choices: list[Choice] | None = None) -> Tuned | None:
-        """Measure every candidate of the call now and remember the winner."""
+        """Measure every candidate of the call now and remember the winner.
+
+        Raises:
+            RuntimeError: there are several processes, which would not find the same winner.
+        """
+        if _several_processes():
+            raise RuntimeError(
+                f"{inv.op.name}: {jax.process_count()} processes would each choose a configuration "
+                "of their own; tune in one process, save the result, and load it in all."
+            )
         if choices is None:
             choices = self.candidates(inv)
         # What was compiled before was chosen otherwise: `put` tells that it is stale.
@@ -232,7 +241,8 @@ class ConfigSelectorChain:
         return self.persistent(name) if callable(self.persistent) else self.persistent
 
     def _from_disk(self, key: Key) -> Any:
-        disk = self._disk(_op_name(key))
+        # Machines have caches of their own, and all processes must compile the same program.
+        disk = None if _several_processes() else self._disk(_op_name(key))
         return None if disk is None else disk.get(key)
 
     def _from_package(self, inv: Invocation) -> Any:
@@ -242,6 +252,11 @@ class ConfigSelectorChain:
             if (cfg := ShippedTable.for_op(name).get(key)) is not None:
                 return cfg
         return None
+
+
+def _several_processes() -> bool:
+    """Whether other processes run this program, too."""
+    return jax.process_count() > 1
 
 
 def check_config(op: Op, cfg: object) -> None:

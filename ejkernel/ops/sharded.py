@@ -28,17 +28,24 @@ class TypeSpecs(NamedTuple):
 
 
 def from_types(leaves: list[Any]) -> tuple[Mesh | AbstractMesh, TypeSpecs] | None:
-    """The mesh and the specs of the types of these arrays; None if no type says how it is split."""
+    """The mesh and the specs of the types of these arrays; None if no type says how it is split.
+
+    Outside of a `jax.set_mesh` a type that names a mesh but splits nothing over it counts, too: an
+    array that has it does not mix with those that a computation makes there.
+    """
     shardings = [getattr(getattr(x, "aval", None), "sharding", None) for x in leaves]
     if all(x is None or x.mesh.empty for x in shardings):  # as a rule
         return None
     mesh: Mesh | AbstractMesh | None = None
+    outside = jax.sharding.get_abstract_mesh().empty
     specs: list[PartitionSpec] = []
     for x, sharding in zip(leaves, shardings, strict=True):
-        if sharding is None or not any(entry is not None for entry in sharding.spec):
-            specs.append(PartitionSpec())
+        split = sharding is not None and any(entry is not None for entry in sharding.spec)
+        specs.append(sharding.spec if split else PartitionSpec())
+        if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
             continue
-        specs.append(sharding.spec)
+        if not (split or outside):
+            continue
         if mesh is None:
             # A concrete array knows its devices, a traced one the mesh of its context.
             own = getattr(x, "sharding", None)

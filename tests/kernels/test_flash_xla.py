@@ -174,6 +174,14 @@ def test_small_blocks_of_a_list_share_tiles(name):
     check(*call(**LISTED[name]), jnp.float32, [(2, 2)])
 
 
+@pytest.mark.parametrize("blocks", quick([(1, 4), (4, 1), (1, 1)], (1, 4)), ids=str)
+def test_blocks_of_one_query_or_key_are_no_broadcast_axis(blocks):
+    """Several of them in a tile: their gradients of a bias are not one gradient."""
+    check(
+        *call(queries=12, keys=12, bias=(2, 4, 12, 12), mask=Band(None, 0)), jnp.float32, [blocks]
+    )
+
+
 @pytest.mark.parametrize("dtype", quick([jnp.bfloat16, jnp.float16], jnp.bfloat16))
 @pytest.mark.parametrize("name", quick(["all_at_once", "segments"], "segments"))
 def test_narrow_dtypes_accumulate_in_float32(name, dtype):

@@ -19,9 +19,11 @@ from ejkernel.ops import (
     Kernel,
     PersistentCache,
     Tuner,
+    autotune_recorded,
     device_fingerprint,
     overlay_cache,
     policy_override,
+    record_invocations,
 )
 
 HEURISTICS = AutotunePolicy(allow_autotune=False, cache_miss_fallback="heuristics")
@@ -212,6 +214,34 @@ def test_several_processes_never_tune(watched, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     executor(Scale(), X)
     assert names(events) == ["heuristics"]
+
+
+def test_several_processes_choose_alike_whatever_their_machines_remember(
+    watched, monkeypatch, tmp_path
+):
+    """What one of them has on its disk the others need not have."""
+    executor, events = watched
+    executor.chooser.persistent = PersistentCache("scale", tmp_path / "scale.json")
+    executor(Scale(), X)
+    tuned = executor.chooser.cache
+    keys = tuned.keys()
+    executor.chooser.cache = ConfigCache()
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    events.clear()
+    executor(Scale(), X)
+    assert names(events) == ["heuristics"]
+    with overlay_cache({key: tuned.get(key) for key in keys}):
+        executor(Scale(), X)
+    assert names(events)[-1] == "overlay_hit"
+
+
+def test_several_processes_are_not_tuned_each_for_itself(watched, monkeypatch):
+    executor, _ = watched
+    with record_invocations() as calls:
+        executor(Scale(), X)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(RuntimeError, match=r"2 processes would each .*; tune in one process, save"):
+        autotune_recorded(executor.chooser, calls.values())
 
 
 def test_tuning_works_while_a_trace_is_under_way(watched):

@@ -201,6 +201,17 @@ def test_whole_arrays_under_explicit_axes():
     check(lambda q, k: attention(q, k, k), arrays, (P(), P()), make_mesh(AxisType.Explicit))
 
 
+def test_whole_arrays_keep_their_explicit_mesh_outside_of_it():
+    """JAX refuses to mix them with arrays of no mesh, such as those that a call makes."""
+    arrays = draw((2, 16, 8, 8), (2, 16, 4, 8))
+    run = lambda q, k: attention(q, k, k)
+    split = placed(make_mesh(AxisType.Explicit), arrays, (P(), P()))
+    for function in (run, jax.jit(run), jax.jit(jax.grad(lambda *x: run(*x).sum()))):
+        got = function(*split)
+        assert jax.typeof(got).sharding.mesh.axis_names == ("dp", "tp")
+        assert_close(got, function(*arrays))
+
+
 def test_an_explicit_axis_that_cannot_be_split_is_refused():
     mesh = make_mesh(AxisType.Explicit)
     (x,) = placed(mesh, draw((4, 16, 8, 8)), (P("dp", "tp"),))

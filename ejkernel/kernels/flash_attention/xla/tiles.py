@@ -202,12 +202,13 @@ class FlashTiles:
         self, total: jax.Array, tile: jax.Array, unit: Unit, i: Blocks, j: Index
     ) -> jax.Array:
         """`total` with a transposed tile of gradients added, summed over the broadcast axes."""
-        b, n, t, s = self._bias_sizes
-        over = tuple(axis for axis, size in enumerate((b, n, s, n, t)) if size == 1)
+        # By the bias and not by the tile: several blocks of one query each are not broadcast.
+        one = [size == 1 for size in total.shape]
+        over = tuple(axis for axis, of in enumerate((0, 1, 3, 1, 2)) if one[of])
         tile = jnp.moveaxis(tile.sum(over, keepdims=True), 2, -1)
-        tile = tile.reshape(b, n, *tile.shape[-2:])
+        tile = tile.reshape(*self._bias_sizes[:2], *tile.shape[-2:])
         start = lambda at: self._bias_start(unit, at, j)
-        return add_blocks(total, tile, 2, 0 if t == 1 else i, start)
+        return add_blocks(total, tile, 2, 0 if one[2] else i, start)
 
     def add_to_heads(self, total: jax.Array, rows: jax.Array, unit: Unit) -> jax.Array:
         """`total` [n] with what each row of a tile gives, [lanes, rows], added to its head."""
