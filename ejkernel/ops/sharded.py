@@ -40,13 +40,12 @@ def from_types(leaves: list[Any]) -> tuple[Mesh | AbstractMesh, TypeSpecs] | Non
     outside = jax.sharding.get_abstract_mesh().empty
     specs: list[PartitionSpec] = []
     for x, sharding in zip(leaves, shardings, strict=True):
-        split = sharding is not None and any(entry is not None for entry in sharding.spec)
-        specs.append(sharding.spec if split else PartitionSpec())
+        spec = PartitionSpec() if sharding is None else sharding.spec
+        split = any(entry is not None for entry in spec)
+        specs.append(spec if split else PartitionSpec())
         if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
             continue
-        if not (split or outside):
-            continue
-        if mesh is None:
+        if mesh is None and (split or outside):
             # A concrete array knows its devices, a traced one the mesh of its context.
             own = getattr(x, "sharding", None)
             mesh = own.mesh if isinstance(own, NamedSharding) else sharding.mesh

@@ -60,6 +60,7 @@ def arrays(length, heads=8, kv_heads=4):
     [
         ("v5e:2x2", 4, True),
         ("v5e:4x4", 16, False),
+        pytest.param("v5e:4x4", 16, True, marks=pytest.mark.slow),
         ("v5p:2x2x1", 4, True),
         ("v6e:2x2", 4, True),
         ("tpu7x:2x2x1", 4, False),
