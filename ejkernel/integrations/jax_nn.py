@@ -165,6 +165,8 @@ def _scaled(query: jax.Array, scale: float | ArrayLike | None) -> tuple[jax.Arra
     """The query and the scale of its logits, which must be known when the call is traced."""
     if scale is None:
         return query, None
+    if isinstance(scale, str):
+        raise ValueError(f"{_NAME}: scale must be a number, got {scale!r}.")
     if (shape := jnp.shape(scale)) != ():
         raise ValueError(f"{_NAME}: scale must be one number, got an array of shape {shape}.")
     if not isinstance(scale, Tracer):
@@ -198,7 +200,7 @@ def _lengths(
         lengths = _array(name, lengths)
         if lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
             raise ValueError(
-                f"{_NAME}: {name} must be {batch} integers, one for each batch row, "
+                f"{_NAME}: {name} must be integers of shape ({batch},), one for each batch row, "
                 f"got {lengths.dtype}{list(lengths.shape)}."
             )
         return jnp.where(jnp.arange(size) < lengths[:, None], 0, -1).astype(jnp.int32)

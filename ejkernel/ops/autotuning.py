@@ -1,5 +1,6 @@
 """The whole search, for the operations that a function calls."""
 
+import reprlib
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +30,7 @@ def autotune(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Autotun
         keep them in a file.
 
     Raises:
-        ValueError: the function called no operation.
+        ValueError: `function` is no function, or called no operation.
 
     >>> import jax, jax.numpy as jnp
     >>> import ejkernel
@@ -45,8 +46,13 @@ def calls_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[In
     """The calls of operations that `function(*args, **kwargs)` makes, found by tracing it.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there are none, or `function` cannot be called.
     """
+    if not callable(function):
+        raise ValueError(
+            "autotune: the first argument must be a function and the others its arguments, got "
+            f"{reprlib.repr(function)}."
+        )
     leaves, treedef = jax.tree.flatten((args, kwargs))
     traced = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
 

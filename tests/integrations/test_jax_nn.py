@@ -153,10 +153,11 @@ def test_a_window_may_be_a_list(as_a_user_calls):
         ({"mask": jnp.ones((1, 1, 24, 40))}, r"mask must be boolean, got float32; .*bias="),
         ({"implementation": "flash"}, r"implementation must be None, 'xla', 'cudnn', got 'flash'"),
         ({"implementation": "xla", "platform": "xla"}, r"implementation= or platform=, not both"),
-        ({"key_value_seq_lengths": np.ones(3, np.int32)}, r"must be 2 integers, one for each"),
+        ({"key_value_seq_lengths": np.ones(3, np.int32)}, r"must be integers of shape \(2,\)"),
         ({"bias": jnp.ones((1, 1, 1, 1, 1))}, r"bias must have at most 4 axes"),
         ({"query": QUERY[0]}, r"must all have 3 or all have 4 axes"),
         ({"scale": np.ones(3)}, r"scale must be one number, got an array of shape \(3,\)"),
+        ({"scale": "0.1"}, r"scale must be a number, got '0.1'"),
         ({"local_window_size": (1, 2, 3)}, r"local_window_size must be one number or \(left"),
     ],
 )

@@ -445,3 +445,10 @@ def test_a_cache_that_is_written_in_another_layout():
     with refused(ragged_page_attention_v3_update, "query heads must be a multiple of key heads, "):
         run()
     assert run(kv_layout="HND")[1].shape == cache.shape
+
+
+@pytest.mark.parametrize("name", ["softmax_scale", "logits_soft_cap", "dropout_prob"])
+def test_a_string_is_no_number(as_a_user_calls, name):
+    x = draw(30, 1, 8, 2, 8)
+    with refused(flash_attention, f"{name} must be a number known at trace time, got '0.5'"):
+        flash_attention(x, x, x, **{name: "0.5"})

@@ -83,6 +83,12 @@ def test_a_function_without_operations_gets_a_sentence():
         ejkernel.autotune(jnp.sin, X)
 
 
+@pytest.mark.parametrize("function", ["mean_pooling", 3, None])
+def test_what_is_no_function_gets_a_sentence(as_a_user_calls, function):
+    with pytest.raises(ValueError, match=r"^autotune: the first argument must be a function"):
+        ejkernel.autotune(function, X)
+
+
 def test_a_result_is_saved_and_loaded(tmp_path):
     tuned = ejkernel.autotune(ejkernel.mean_pooling, X)
     tuned.save(tmp_path / "tuned.json")

@@ -108,6 +108,8 @@ def check_floating(op: str, name: str, dtype: DTypeLike) -> None:
 def static_number(op: str, name: str, x: object) -> float:
     """A float that is known while tracing."""
     try:
+        if isinstance(x, str | bytes):  # `float` would read it
+            raise TypeError
         return float(x)  # pyright: ignore[reportArgumentType]
     except (TypeError, ValueError, jax.errors.ConcretizationTypeError):
         raise ValueError(f"{op}: {name} must be a number known at trace time, got {x!r}.") from None
