@@ -144,8 +144,10 @@ def info(
         return
     try:
         facts = collect()
-    except RuntimeError as error:  # JAX_PLATFORMS names a backend that this machine lacks
-        typer.echo(f"ejkernel: JAX cannot use a device: {error}", err=True)
+    except (RuntimeError, AssertionError) as error:
+        # JAX_PLATFORMS names a backend that this machine lacks; JAX may assert without words.
+        said = str(error) or f"JAX_PLATFORMS is {os.environ.get('JAX_PLATFORMS')!r}"
+        typer.echo(f"ejkernel: JAX cannot use a device: {said}", err=True)
         raise typer.Exit(1) from None
     if as_json:
         typer.echo(json.dumps(facts, indent=2))

@@ -164,8 +164,12 @@ def mask(
     causal: Annotated[bool, typer.Option("--causal", help="No key after the query.")] = False,
     offset: Annotated[int, typer.Option(help="Shift causal and window by this many keys.")] = 0,
     window: Annotated[str | None, typer.Option(help="LEFT,RIGHT or one number for both.")] = None,
-    chunk: Annotated[int | None, typer.Option(min=1, help="Causal chunks of this size.")] = None,
-    key_length: Annotated[int | None, typer.Option(min=0, help="Keys that are valid.")] = None,
+    chunk: Annotated[
+        int | None, typer.Option(min=1, max=_LONGEST, help="Causal chunks of this size.")
+    ] = None,
+    key_length: Annotated[
+        int | None, typer.Option(min=0, max=_LONGEST, help="Keys that are valid.")
+    ] = None,
     block: Annotated[
         int | None, typer.Option(min=1, help="Tokens per pixel; by default what fits.")
     ] = None,

@@ -94,6 +94,16 @@ def test_looking_at_the_operations_agrees_with_looking_at_a_real_call(facts):
     assert [source.platform.value for source, _ in supported] == shown
 
 
+def test_a_backend_that_jax_only_asserts_is_named(monkeypatch):
+    def fail():
+        raise AssertionError
+
+    monkeypatch.setattr(info.jax, "devices", fail)
+    shown = run("info", JAX_PLATFORMS="cuda")
+    assert shown.exit_code == 1
+    assert shown.output == "ejkernel: JAX cannot use a device: JAX_PLATFORMS is 'cuda'\n"
+
+
 def test_a_backend_that_is_not_there_is_one_sentence(monkeypatch):
     def fail():
         raise RuntimeError("Unable to initialize backend 'cuda'")

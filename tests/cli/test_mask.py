@@ -173,6 +173,8 @@ def test_writes_an_svg(tmp_path):
         (["--documents", "5,-2"], "a document has at least 1 token, got -2."),
         (["--causal", "--svg", "/dev/null/x.svg"], "/dev/null is not a folder"),
         (["--length", "1000000000"], "less than or equal to 100000000"),
+        (["--chunk", "99999999999"], "less than or equal to 100000000"),
+        (["--key-length", "99999999999"], "less than or equal to 100000000"),
         (["--keys", "1000000000"], "less than or equal to 100000000"),
         (["--offset", "5"], "it shifts --causal or --window; give one."),
     ],
