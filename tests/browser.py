@@ -1,44 +1,43 @@
-"""A headless Chromium that tests drive over its debugging pipe, without other packages."""
+"""A headless Chromium that tests drive over its debugging pipe: no package is needed for it."""
 
+import base64
 import contextlib
+import functools
+import http.server
 import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
-import time
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-_NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-_SECONDS = 60.0
-# The browser reads commands from descriptor 3 and writes answers to 4.
-_START = """
-import fcntl, os, sys
-read, write = (fcntl.fcntl(int(number), fcntl.F_DUPFD, 10) for number in sys.argv[1:3])
-os.dup2(read, 3)
-os.dup2(write, 4)
-os.execv(sys.argv[3], sys.argv[3:])
-"""
-
-
-def path() -> str | None:
-    """The program: the variable `CHROMIUM`, or the first that is installed."""
-    found = (shutil.which(name) for name in (os.environ.get("CHROMIUM", ""), *_NAMES) if name)
-    return next((program for program in found if program), None)
+_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+_FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--no-first-run",
+    "--hide-scrollbars",
+    "--remote-debugging-pipe",
+)
+_SECONDS = 300
 
 
 class Page:
-    """An open page; `problems` are its console errors, exceptions and blocked loads."""
+    """An open page, and the events of it since it was opened."""
 
     def __init__(self, send: int, receive: int) -> None:
         self._send, self._receive = send, receive
         self._number, self._buffer, self._session = 0, b"", ""
-        self.problems: list[str] = []
-        self.requests: list[str] = []
+        self.events: list[tuple[str, dict[str, Any]]] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
         self._session = attached["sessionId"]
@@ -53,45 +52,35 @@ class Page:
             message["sessionId"] = self._session
         os.write(self._send, json.dumps(message).encode() + b"\0")
         while (answer := self._next()).get("id") != self._number:
-            self._note(answer)
+            pass
         if "error" in answer:
             raise RuntimeError(f"{method}: {answer['error']['message']}")
         return answer["result"]
 
     def _next(self) -> dict[str, Any]:
+        """The next message of the browser; an event is also kept."""
         while b"\0" not in self._buffer:
             received = os.read(self._receive, 1 << 20)
             if not received:
-                raise RuntimeError("the browser ended")
+                raise RuntimeError("the browser has ended")
             self._buffer += received
-        message, _, self._buffer = self._buffer.partition(b"\0")
-        return json.loads(message)
-
-    def _note(self, event: dict[str, Any]) -> None:
-        method, said = event.get("method"), event.get("params", {})
-        if method == "Runtime.exceptionThrown":
-            self.problems.append(said["exceptionDetails"].get("text", "exception"))
-        elif method == "Runtime.consoleAPICalled" and said["type"] in ("error", "warning"):
-            self.problems.append(f"console: {said['args']}")
-        elif method == "Log.entryAdded" and said["entry"]["level"] in ("error", "warning"):
-            self.problems.append(said["entry"]["text"])
-        elif method == "Network.requestWillBeSent":
-            self.requests.append(said["request"]["url"])
+        text, _, self._buffer = self._buffer.partition(b"\0")
+        message = json.loads(text)
+        if "method" in message:
+            self.events.append((message["method"], message.get("params", {})))
+        return message
 
     def open(self, address: str, width: int = 1200, height: int = 900, dark: bool = False) -> None:
-        """Load an address in a window of this size."""
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.call("Emulation.setEmulatedMedia", features=[scheme])
+        """Load an address in a window of this size, and wait for its scripts and images."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self.call("Emulation.setDeviceMetricsOverride", **size)
-        self.call("Page.navigate", url="about:blank")  # a new fragment alone would not load again
-        self.call("Page.navigate", url=address)
-        ready = "document.readyState === 'complete' && location.href !== 'about:blank'"
-        end = time.monotonic() + _SECONDS
-        while not self.value(ready):
-            if time.monotonic() > end:
-                raise TimeoutError(f"{address} did not load in {_SECONDS:.0f} seconds")
-            time.sleep(0.05)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.call("Emulation.setEmulatedMedia", features=[scheme])
+        for place in ("about:blank", address):  # a new fragment alone would not load again
+            self.events.clear()
+            self.call("Page.navigate", url=place)
+            while not any(method == "Page.loadEventFired" for method, _ in self.events):
+                self._next()
 
     def value(self, expression: str) -> Any:
         """The value of a JavaScript expression in the page; a promise is awaited."""
@@ -106,33 +95,81 @@ class Page:
         root = "document.documentElement"
         return self.value(f"{root}.scrollWidth - {root}.clientWidth")
 
-    def screenshot(self) -> str:
-        """A picture of the window: PNG in base64."""
-        return self.call("Page.captureScreenshot")["data"]
+    def screenshot(self, path: Path) -> None:
+        """A picture of what is on the screen, for whoever wants to look."""
+        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
+
+    @property
+    def problems(self) -> list[str]:
+        """Errors and warnings on the console, exceptions, and requests that failed."""
+        found = []
+        for method, event in self.events:
+            if method == "Runtime.exceptionThrown":
+                found.append(event["exceptionDetails"]["text"])
+            elif method == "Runtime.consoleAPICalled" and event["type"] in ("error", "warning"):
+                found.append(" ".join(str(x.get("value")) for x in event["args"]))
+            elif method == "Log.entryAdded" and event["entry"]["level"] in ("error", "warning"):
+                found.append(event["entry"]["text"])
+            elif method == "Network.loadingFailed" and not event.get("canceled"):
+                found.append(event["errorText"])
+        return found
+
+    @property
+    def requests(self) -> list[str]:
+        """The address of everything that the page asked for."""
+        sent = "Network.requestWillBeSent"
+        return [event["request"]["url"] for method, event in self.events if method == sent]
+
+
+def _program() -> str | None:
+    """The variable `CHROMIUM`, or the first browser that is installed."""
+    names = (os.environ.get("CHROMIUM", ""), *_NAMES)
+    return next(filter(None, (shutil.which(name) for name in names if name)), None)
 
 
 @contextlib.contextmanager
 def browser() -> Iterator[Page]:
     """A page of a browser of its own; skips the test where none is installed."""
-    program = path()
-    if program is None:
+    command = _program()
+    if command is None:
         pytest.skip(f"no browser: none of {', '.join(_NAMES)} is installed, CHROMIUM names none")
     (read, send), (receive, write) = os.pipe(), os.pipe()
+    # The browser reads commands from descriptor 3 and answers on 4.
+    shell = f'exec "$0" "$@" 3<&{read} 4>&{write}'
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        options = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
-        command = [program, *options, "--remote-debugging-pipe", f"--user-data-dir={profile}"]
         process = subprocess.Popen(
-            [sys.executable, "-c", _START, str(read), str(write), *command],
+            ["bash", "-c", shell, command, *_FLAGS, f"--user-data-dir={profile}"],
             pass_fds=(read, write),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
         os.close(read)
         os.close(write)
+        watchdog = threading.Timer(_SECONDS, process.kill)
+        watchdog.daemon = True
+        watchdog.start()
         try:
             yield Page(send, receive)
         finally:
+            watchdog.cancel()
             process.terminate()
-            process.wait(10)
+            process.wait(30)
             os.close(send)
             os.close(receive)
+
+
+class _Handler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """The address of a server for the files of a folder."""
+    handler = functools.partial(_Handler, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()

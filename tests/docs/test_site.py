@@ -13,10 +13,9 @@ import types
 import urllib.parse
 from pathlib import Path
 
+import browser
 import pytest
 from docs.documents import ROOT
-
-from docs import browser
 
 sys.path.insert(0, str(ROOT))
 from tools.site import names, pages
@@ -24,9 +23,6 @@ from tools.site import names, pages
 SITE = ROOT / os.environ.get("SITE", "build/site")
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 built = pytest.mark.skipif("SITE" not in os.environ, reason="runs in make test-docs")
-in_browser = pytest.mark.skipif(
-    browser.executable() is None, reason=f"no browser on PATH: {', '.join(browser.NAMES)}"
-)
 
 
 def resolve(path):
@@ -120,44 +116,37 @@ class TestTheBuiltSite:
         assert len(read) > 50
         assert broken == []
 
-    @in_browser
     @pytest.mark.parametrize(("width", "height"), [(1280, 900), (390, 844)])
-    def test_every_page_loads(self, tmp_path, width, height):
+    def test_every_page_loads(self, width, height):
         """No complaint on the console, no request to another host, not wider than the screen."""
         places = [path.relative_to(SITE).as_posix() for path in sorted(SITE.rglob("*.html"))]
         # Sources are alike: one of them stands for all.
         places = [x for x in places if not x.startswith("source/") or "/executor" in x]
         found = {}
-        with browser.served(SITE) as address, browser.opened(tmp_path) as tab:
-            tab.resize(width, height)
+        with browser.served(SITE) as address, browser.browser() as tab:
             for place in places:
-                tab.load(f"{address}/{place}")
-                asked = [x for x in tab.requests() if not x.startswith((address, "data:"))]
-                wider = tab.evaluate("document.documentElement.scrollWidth") > width
-                if wrong := [*tab.complaints(), *asked, *["too wide"] * wider]:
+                tab.open(f"{address}/{place}", width, height)
+                asked = [x for x in tab.requests if not x.startswith((address, "data:"))]
+                wider = ["too wide"] * (tab.overflow() > 0)
+                if wrong := [*tab.problems, *asked, *wider]:
                     found[place] = wrong
         assert found == {}
 
-    @in_browser
-    def test_charts_have_the_colours_of_the_system(self, tmp_path):
+    def test_charts_have_the_colours_of_the_system(self):
         visible = (
             "Array.from(document.querySelectorAll('.chart > div'))"
             ".filter(one => one.offsetHeight).map(one => one.className)"
         )
-        with browser.served(SITE) as address, browser.opened(tmp_path) as tab:
+        with browser.served(SITE) as address, browser.browser() as tab:
             for dark in (False, True, False):
-                tab.resize(1280, 900, dark=dark)
-                tab.load(f"{address}/benchmarks.html")
+                tab.open(f"{address}/benchmarks.html", dark=dark)
                 expected = {"chart-dark" if dark else "chart-light"}
                 deadline = time.monotonic() + 30
-                while (
-                    set(found := tab.evaluate(visible)) != expected and time.monotonic() < deadline
-                ):
+                while set(found := tab.value(visible)) != expected and time.monotonic() < deadline:
                     time.sleep(0.1)
                 assert set(found) == expected
 
-    @in_browser
-    def test_the_search_finds_the_words_of_the_field(self, tmp_path):
+    def test_the_search_finds_the_words_of_the_field(self):
         expected = {
             "GQA": "flash_attention",
             "varlen": "Masks with pictures",
@@ -169,29 +158,24 @@ class TestTheBuiltSite:
             "Array.from(document.querySelectorAll('.md-search-result__item h1'))"
             ".map(title => title.textContent).join('; ')"
         )
-        with browser.served(SITE) as address, browser.opened(tmp_path) as tab:
+        with browser.served(SITE) as address, browser.browser() as tab:
             for words, page in expected.items():
-                tab.load(f"{address}/index.html?{urllib.parse.urlencode({'q': words})}")
+                tab.open(f"{address}/index.html?{urllib.parse.urlencode({'q': words})}")
                 deadline = time.monotonic() + 30
-                while not (found := tab.evaluate(titles)) and time.monotonic() < deadline:
+                while not (found := tab.value(titles)) and time.monotonic() < deadline:
                     time.sleep(0.1)
                 assert page in found, words
 
-    @in_browser
     def test_the_browser_notices_what_is_wrong(self, tmp_path):
         page = (
             "<script>console.error('one'); undefined_name()</script>"
             "<img src='http://other.invalid/x.png'><img src='missing.png'>"
         )
-        (tmp_path / "site").mkdir()
-        (tmp_path / "site" / "bad.html").write_text(page)
-        with (
-            browser.served(tmp_path / "site") as address,
-            browser.opened(tmp_path / "profile") as tab,
-        ):
-            tab.load(f"{address}/bad.html")
-            complaints = " ".join(tab.complaints())
-            assert "one" in complaints
-            assert "Uncaught" in complaints
-            assert "404" in complaints
-            assert "http://other.invalid/x.png" in tab.requests()
+        (tmp_path / "bad.html").write_text(page)
+        with browser.served(tmp_path) as address, browser.browser() as tab:
+            tab.open(f"{address}/bad.html")
+            problems = " ".join(tab.problems)
+            assert "one" in problems
+            assert "Uncaught" in problems
+            assert "404" in problems
+            assert "http://other.invalid/x.png" in tab.requests
