@@ -1,4 +1,4 @@
-"""Attention sinks in a backward pass: shares of keys and sinks, and the gradient of the sinks."""
+"""Attention sinks: the shares of keys and sinks in each row, and the gradient of the sinks."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ from jax.scipy.special import logsumexp
 
 def share_of_keys(lse: jax.Array, sinks: jax.Array) -> jax.Array:
     """The part of each row's weights that sinks `[1 or n, m]` leave to the keys, `[b, n, t]`."""
-    return jax.nn.sigmoid(_difference(lse, sinks))
+    return _shares(lse, sinks)[0]
 
 
 def share_of_sinks(lse: jax.Array, sinks: jax.Array) -> jax.Array:
@@ -15,13 +15,30 @@ def share_of_sinks(lse: jax.Array, sinks: jax.Array) -> jax.Array:
 
     It is 1 minus `share_of_keys`, without the cancellation of that subtraction for small sinks.
     """
-    return jax.nn.sigmoid(-_difference(lse, sinks))
+    return _shares(lse, sinks)[1]
 
 
-def _difference(lse: jax.Array, sinks: jax.Array) -> jax.Array:
-    """The log-sum-exp of the keys minus that of the sinks, `[b, n, t]`; 0 for an empty row."""
-    total = logsumexp(sinks.astype(lse.dtype), axis=-1, keepdims=True)  # [1 or n, 1]
-    return jnp.where(lse > -jnp.inf, lse - total, 0.0)
+def _shares(lse: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The parts of the keys and of the sinks: the logistic function of a difference, and its rest.
+
+    Both are written with the exponential of a negative number, because a logistic function that a
+    compiler derives from `tanh` or from `1 - x` rounds small parts coarsely. Derivatives of this
+    form do not cancel either. A row that sees no key counts as half and half.
+    """
+    sinks = sinks.astype(lse.dtype)
+    none = (sinks == -jnp.inf).all(-1, keepdims=True)
+    total = logsumexp(jnp.where(none, 0.0, sinks), axis=-1, keepdims=True)  # [1 or n, 1]
+    ahead = jnp.where(none, jnp.inf, jnp.where(lse > -jnp.inf, lse - total, 0.0))
+    keys_lead = ahead > 0
+    ratio = jnp.exp(jnp.where(keys_lead, -ahead, ahead))  # of the smaller part to the larger
+    larger = 1.0 / (1.0 + ratio)
+    smaller = ratio * larger
+    return jnp.where(keys_lead, larger, smaller), jnp.where(keys_lead, smaller, larger)
+
+
+def per_query(x: jax.Array) -> jax.Array:
+    """A number for each row, from `[b, n, t]` to `[b, t, n, 1]`, beside the rows of an output."""
+    return jnp.swapaxes(x, 1, 2)[..., None]
 
 
 def per_sink(d_heads: jax.Array, sinks: jax.Array) -> jax.Array:

@@ -16,9 +16,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.scipy.special import logsumexp
 
 from ejkernel.kernels.common.paged import cache_axes
+from ejkernel.kernels.common.sinks import per_query, share_of_keys
 from ejkernel.kernels.ragged_page_attention_v3.inputs import Inputs, Outputs, Spec
 
 
@@ -29,7 +29,7 @@ def over_axis(
     partial = run(own_pages(inputs, spec, axis_name)._replace(sinks=None))
     out, lse = _merged(partial.out, partial.lse, axis_name)
     if inputs.sinks is not None:
-        out = out * _per_row(_share_of_keys(lse, inputs.sinks))
+        out = out * per_query(share_of_keys(lse, inputs.sinks))
     return Outputs(out.astype(inputs.query.dtype), lse)
 
 
@@ -65,27 +65,10 @@ def _merged(out: jax.Array, lse: jax.Array, axis_name: str) -> tuple[jax.Array, 
     """
     largest = lax.pmax(lax.stop_gradient(lse), axis_name)
     largest = jnp.where(largest > -jnp.inf, largest, 0.0)
-    weight = _per_row(jnp.exp(lse - largest))
+    weight = per_query(jnp.exp(lse - largest))
     sums = lax.psum(jnp.concatenate([out * weight, weight], axis=-1), axis_name)
     total = sums[..., -1:]
     divisor = jnp.where(total > 0, total, 1.0)
     by_head = jnp.swapaxes(divisor[..., 0], 1, 2)
     lse = jnp.where(jnp.swapaxes(total[..., 0], 1, 2) > 0, largest + jnp.log(by_head), -jnp.inf)
     return sums[..., :-1] / divisor, lse
-
-
-def _share_of_keys(lse: jax.Array, sinks: jax.Array) -> jax.Array:
-    """The part of each row's weights that sinks `[1 or n, m]` leave to the keys, `[b, n, t]`.
-
-    It is the sigmoid of a difference, in a form whose derivative does not cancel for small sinks.
-    """
-    sinks = sinks.astype(lse.dtype)
-    none = (sinks == -jnp.inf).all(-1, keepdims=True)
-    total = logsumexp(jnp.where(none, 0.0, sinks), axis=-1, keepdims=True)  # [1 or n, 1]
-    excess = jnp.where((lse > -jnp.inf) & ~none, total - lse, -jnp.inf)
-    return jnp.exp(-jnp.logaddexp(excess, 0.0))
-
-
-def _per_row(x: jax.Array) -> jax.Array:
-    """[b, n, t] -> [b, t, n, 1]."""
-    return jnp.swapaxes(x, 1, 2)[..., None]

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.scipy.special import logsumexp
 
 from ejkernel.kernels.common.refs import Index
+from ejkernel.kernels.common.sinks import per_query, share_of_keys
 from ejkernel.kernels.flash_attention import inputs as flash
 from ejkernel.kernels.ring_attention.inputs import Hop, Inputs, Outputs, Spec
 from ejkernel.ops.config import BwdParams, FwdParams
@@ -217,8 +217,7 @@ def with_sinks(total: Outputs, inputs: Inputs) -> Outputs:
     """The results of all keys with the sinks in the denominator, in the dtype of the call."""
     out, lse = total
     if inputs.sinks is not None:
-        sinks = logsumexp(inputs.sinks.astype(lse.dtype), axis=-1)[:, None]  # [1 or n, 1]
-        out = out * _per_row(jax.nn.sigmoid(lse - sinks))
+        out = out * per_query(share_of_keys(lse, inputs.sinks))
     return Outputs(out.astype(inputs.query.dtype), lse)
 
 
@@ -226,13 +225,8 @@ def _combined(total: Outputs, part: Outputs) -> Outputs:
     """Two partial results of a softmax as one; one that saw nothing has no weight."""
     lse = jnp.logaddexp(total.lse, part.lse)
     finite = jnp.where(lse > -jnp.inf, lse, 0.0)  # exp(-inf - 0) is 0, not NaN
-    old, new = (_per_row(jnp.exp(x.lse - finite)) for x in (total, part))
+    old, new = (per_query(jnp.exp(x.lse - finite)) for x in (total, part))
     return Outputs(total.out * old + part.out * new, lse)
-
-
-def _per_row(x: jax.Array) -> jax.Array:
-    """[b, n, t] -> [b, t, n, 1]."""
-    return jnp.swapaxes(x, 1, 2)[..., None]
 
 
 class _Sums(NamedTuple):

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import settings
-from ejkernel.kernels.common.sinks import per_sink, share_of_keys, share_of_sinks
+from ejkernel.kernels.common.sinks import per_query, per_sink, share_of_keys, share_of_sinks
 from ejkernel.kernels.flash_attention.cudnn import primitives
 from ejkernel.kernels.flash_attention.inputs import Inputs, Outputs, Spec
 from ejkernel.ops.config import BwdParams, FwdParams
@@ -58,9 +58,9 @@ def run_forward(inputs: Inputs, spec: Spec, params: FwdParams | None) -> tuple[O
         seen = seen & (lse > -jnp.inf)
     if inputs.bias is not None or not mask.complete:
         lse = jnp.where(seen, lse, -jnp.inf)
-        out = jnp.where(_per_query(seen), out, 0)
+        out = jnp.where(per_query(seen), out, 0)
     if inputs.sinks is not None:
-        share = _per_query(share_of_keys(lse, inputs.sinks))
+        share = per_query(share_of_keys(lse, inputs.sinks))
         out = (out.astype(jnp.float32) * share).astype(out.dtype)
     outputs = Outputs(out, lse)
     return outputs, outputs
@@ -121,7 +121,7 @@ def _with_lse_gradient(
         of_rows = jnp.where(seen, d_lse, 0.0)
         size = jnp.abs(of_rows).max()
         size = jnp.where(size > 0.0, size, 1.0)
-        scaled = _per_query(of_rows / size)  # within what float16 can say
+        scaled = per_query(of_rows / size)  # within what float16 can say
         coarse = scaled.astype(residuals.out.dtype)
         fine = (scaled - coarse.astype(scaled.dtype)).astype(coarse.dtype)
         width = ((0, 0), (0, 0), (0, 0), (0, residuals.out.shape[3] - 2))
@@ -259,11 +259,6 @@ def _lengths(inputs: Inputs, mask: _Mask) -> tuple[jax.Array, jax.Array]:
         return jnp.broadcast_to(jnp.clip(length, 0, x.shape[1]), x.shape[:1])
 
     return of(mask.q_lengths, inputs.query), of(mask.kv_lengths, inputs.key)
-
-
-def _per_query(x: jax.Array) -> jax.Array:
-    """From [b, n, t] to [b, t, n, 1]."""
-    return jnp.swapaxes(x, 1, 2)[..., None]
 
 
 class _Packing:
