@@ -74,18 +74,22 @@ class _Gpu(NamedTuple):
     shared_memory: int
 
 
+# Shared memory of a thread block and multiprocessors of the H100 SXM and the H200.
+HOPPER_SHARED_MEMORY = 232_448
+HOPPER_MULTIPROCESSORS = 132
+_HOPPER = _Gpu((9, 0), HOPPER_MULTIPROCESSORS, HOPPER_SHARED_MEMORY)
 _GPUS = {
     "A100": _Gpu((8, 0), 108, 166_912),
-    "H100": _Gpu((9, 0), 132, 232_448),
-    "H200": _Gpu((9, 0), 132, 232_448),
-    "GH200": _Gpu((9, 0), 132, 232_448),
-    "H20": _Gpu((9, 0), 78, 232_448),
+    "H100": _HOPPER,
+    "H200": _HOPPER,
+    "GH200": _HOPPER,
+    "H20": _HOPPER._replace(multiprocessors=78),
     "B200": _Gpu((10, 0), 148, 232_448),
     "GB200": _Gpu((10, 0), 148, 232_448),
     "B300": _Gpu((10, 3), 148, 232_448),
     "GB300": _Gpu((10, 3), 148, 232_448),
 }
-_H100_PCIE = _Gpu((9, 0), 114, 232_448)
+_H100_PCIE = _HOPPER._replace(multiprocessors=114)
 
 _TARGET: contextvars.ContextVar[Device | None] = contextvars.ContextVar("target", default=None)
 

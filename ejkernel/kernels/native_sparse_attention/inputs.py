@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 from jaxtyping import Array, Float, Int
+
+from ejkernel.kernels.common.sampling import unknown
 
 
 class Inputs(NamedTuple):
@@ -87,19 +88,15 @@ class Spec:
 def sample(inputs: Inputs, drawn: Inputs, spec: Spec) -> Inputs:
     """Data to tune on: where the blocks are not known yet, each token takes some of its past."""
     bounds = inputs.cu_seqlens
-    if bounds is not None and _unknown(bounds):
+    if bounds is not None and unknown(bounds):
         even = jnp.linspace(0, inputs.query.shape[1], bounds.shape[0])
         drawn = drawn._replace(cu_seqlens=even.astype(bounds.dtype))
-    if inputs.traced_window is not None and _unknown(inputs.traced_window):
+    if inputs.traced_window is not None and unknown(inputs.traced_window):
         whole = jnp.full(inputs.traced_window.shape, inputs.query.shape[1], jnp.int32)
         drawn = drawn._replace(traced_window=whole)
-    if _unknown(inputs.block_indices):
+    if unknown(inputs.block_indices):
         shape = inputs.block_indices.shape
         own = jnp.arange(shape[1], dtype=jnp.int32)[:, None, None] // spec.block_size
         chosen = jax.random.randint(jax.random.key(2), shape, 0, 1 << 30) % (own + 1)
         drawn = drawn._replace(block_indices=chosen.at[..., :1].set(own[None]))
     return drawn
-
-
-def _unknown(x: object) -> bool:
-    return isinstance(x, Tracer | jax.ShapeDtypeStruct)

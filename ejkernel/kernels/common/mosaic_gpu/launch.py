@@ -10,10 +10,10 @@ from ejkernel import settings
 from ejkernel.kernels.common.mosaic_gpu import versions
 from ejkernel.kernels.common.mosaic_gpu.versions import pl, plgpu
 from ejkernel.kernels.common.refs import Index, Ref
-from ejkernel.ops.platform import Device
+from ejkernel.ops.platform import HOPPER_MULTIPROCESSORS, HOPPER_SHARED_MEMORY, Device
 
-# Shared memory that one thread block of compute capability 9.0 may use.
-SHARED_MEMORY = 232_448
+# What one thread block of compute capability 9.0 may use.
+SHARED_MEMORY = HOPPER_SHARED_MEMORY
 # Parts of it that are reserved: for barriers; for reductions across threads, which the compiler
 # does in shared memory; for both, with a margin.
 BARRIER_RESERVE = 1024
@@ -21,8 +21,6 @@ REDUCTION_RESERVE = 2048
 SHARED_MEMORY_RESERVE = 4096
 # 32-bit registers of a multiprocessor, which the warpgroups of a thread block share.
 REGISTER_FILE = 65536
-# Multiprocessors of a device that does not say how many it has: those of an H100 SXM and an H200.
-DEFAULT_MULTIPROCESSORS = 132
 
 WARPGROUP = 128  # threads
 
@@ -45,7 +43,7 @@ def why_not_hopper(device: Device) -> str | None:
 
 def multiprocessors(device: Device) -> int:
     """How many thread blocks a persistent kernel starts."""
-    return device.multiprocessors or DEFAULT_MULTIPROCESSORS
+    return device.multiprocessors or HOPPER_MULTIPROCESSORS
 
 
 def register_budget(consumers: int) -> tuple[int, int] | None:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.kernels.common.integers import round_up
 from ejkernel.kernels.common.mosaic_tpu.memory import MEBIBYTE, core_of, vmem_bytes
 from ejkernel.kernels.grouped_matmul.config import GroupedMatmulConfig
 from ejkernel.kernels.grouped_matmul.inputs import Inputs, Spec
@@ -202,7 +203,7 @@ def gmm_tiles(shape: GroupedGemmShape, block_m: int, block_n: int, block_k: int)
     x, w, out = shape.dtypes
     block_m = _row_block(shape, block_m)
     block_n = _column_block(block_n, shape.n)
-    block_k = shape.k if block_k >= shape.k else _round_up(block_k, LANES)
+    block_k = shape.k if block_k >= shape.k else round_up(block_k, LANES)
     held = 2 * vmem_bytes((block_m, block_k), x)
     held += 2 * max(vmem_bytes((block_k, block_n), w), vmem_bytes((block_n, block_k), w))
     held += 2 * vmem_bytes((block_m, block_n), out) + vmem_bytes((block_m, block_n), jnp.float32)
@@ -231,16 +232,12 @@ def _unit_bytes(shape: GroupedGemmShape, unit: tuple[int, int, int]) -> int:
 
 def _row_block(shape: GroupedGemmShape, rows: int) -> int:
     """A multiple of 16 rows: such tiles need no change of layout in float32 or bfloat16."""
-    return _round_up(min(rows, max(shape.m, 1)), 16)
+    return round_up(min(rows, max(shape.m, 1)), 16)
 
 
 def _column_block(wanted: int, size: int) -> int:
     """A multiple of the lanes, which may reach past the end, or all of a short axis."""
-    return size if wanted >= size and size <= UNIT else _round_up(min(wanted, size), LANES)
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
+    return size if wanted >= size and size <= UNIT else round_up(min(wanted, size), LANES)
 
 
 def _best_depth(shape: GroupedGemmShape, block_m: int, block_n: int, device: Device) -> int:
