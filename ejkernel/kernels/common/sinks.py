@@ -37,7 +37,7 @@ def _shares(lse: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def per_query(x: jax.Array) -> jax.Array:
-    """A number for each row, from `[b, n, t]` to `[b, t, n, 1]`, beside the rows of an output."""
+    """One number per row, from `[b, n, t]` to `[b, t, n, 1]`, to scale the rows of an output."""
     return jnp.swapaxes(x, 1, 2)[..., None]
 
 
