@@ -84,6 +84,7 @@ TRITON = next(x for x in kernel_registry.op("flash_attention").sources if x.plat
         ([entry(), entry(passed=8, failed=2)], SM_90, "**2 failed**"),
         ([entry(passed=0)], SM_90, "*not proven*"),
         ([entry(operation="blocksparse_attention")], SM_90, "R†"),
+        ([entry(), entry(operation="blocksparse_attention", how="interpreted")], SM_90, "R I†"),
         ([entry(operation="grouped_matmul")], SM_90, "*not proven*"),
     ],
 )
@@ -110,6 +111,11 @@ def test_that_no_kernel_ran_on_a_tpu_is_said_until_one_has(monkeypatch):
     monkeypatch.setattr(matrix, "evidence", lambda: [compiled])
     said = "**No TPU kernel has run on a TPU**: they were compiled by libtpu for v5e."
     assert matrix._on_tpus() == said
+    others = [compiled | {"operation": "gla_attention", "target": x} for x in ("v6e", "v4")]
+    failed = compiled | {"target": "7x", "passed": 0, "failed": 1}
+    monkeypatch.setattr(matrix, "evidence", lambda: [*others, compiled, failed])
+    said = "compiled by libtpu for v5e (`flash_attention`); for v4, v6e (`gla_attention`)."
+    assert matrix._on_tpus().endswith(said)
     monkeypatch.setattr(matrix, "evidence", lambda: [compiled | {"how": "run", "target": "TPU v4"}])
     assert matrix._on_tpus() == "Operations whose TPU kernels have run on a TPU: 1."
 
