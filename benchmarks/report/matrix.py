@@ -66,13 +66,13 @@ COLUMNS = (
     ),
 )
 LEGEND = (
-    "Each cell lists the platforms that take the call of `ejkernel demo` (in bfloat16 on GPUs and "
-    "TPUs), in order of preference, forward / backward; one entry where both are alike. "
+    "Each cell lists the platforms that support the call of `ejkernel demo` (in bfloat16 on GPUs "
+    "and TPUs), in order of preference, forward / backward; one entry where both are the same. "
     "**R**: run on such a device; **C**: compiled for it; "
     "**I**: interpreted on a CPU; *not proven*: no recorded test. "
     "†: proven for another operation that runs the same kernel. "
-    "XLA alone means plain JAX operations, without a kernel of our own; a platform after XLA is "
-    "used only where it is chosen by name."
+    "XLA alone means plain JAX operations, without a custom kernel; a platform after XLA is "
+    "used only when it is named."
 )
 
 
@@ -191,7 +191,7 @@ def conclusions() -> str:
     plain = [f"`{name}`" for name in OPS if _is_plain(name, COLUMNS[2])]
     said = [_on_tpus()]
     if plain:
-        said.append(f"On NVIDIA GPUs these are plain XLA today: {', '.join(plain)}.")
+        said.append(f"On NVIDIA GPUs these run as plain XLA by default: {', '.join(plain)}.")
     return " ".join(said)
 
 

@@ -3,7 +3,6 @@
 import re
 
 import pytest
-
 from docs.documents import ROOT
 
 _FILES = ("*.md", "docs/**/*.md", "benchmarks/notes/*.md", "examples/*", "ejkernel/**/*.py")

@@ -3,7 +3,6 @@
 import sys
 
 import pytest
-
 from docs.documents import ROOT
 
 sys.path.insert(0, str(ROOT))
