@@ -137,8 +137,8 @@ def slower() -> str:
     behind = sum(ratio < 1 for ratio in known)
     verb = "is" if behind == 1 else "are"
     return (
-        f"Of the {len(known)} calls timed together with a peer, {behind} {verb} slower than the best "
-        "of them ([all figures](docs/benchmarks.md))."
+        f"Of the {len(known)} calls timed together with a peer, {behind} {verb} slower than the "
+        "best of them ([all figures](docs/benchmarks.md))."
     )
 
 
