@@ -10,7 +10,6 @@ from pathlib import Path
 from benchmarks.report import (
     demo,
     describe,
-    limits,
     masks,
     matrix,
     plot,
@@ -22,6 +21,7 @@ from benchmarks.report import (
     targets,
 )
 from ejkernel.cli.demo_calls import BASELINES
+from ejkernel.cli.report import limits
 from ejkernel.kernels import OPS
 
 README = results.ROOT / "README.md"
@@ -67,7 +67,8 @@ def _pages() -> str:
 
 def _headlines() -> str:
     source = _source("h200/flash_attention")
-    return f"{speed.headline_table()}\n\n{speed.slower()} {limits.H200_IN_WORDS} {source}"
+    said = f"{speed.peers()} {speed.slower()} {limits.H200_IN_WORDS}"
+    return f"{speed.headline_table()}\n\n{said} {source}"
 
 
 def _baselines() -> str:

@@ -6,11 +6,11 @@ from benchmarks.report import results
 
 # Why an operation may be slower than plain JAX on a CPU.
 _REASONS = {
-    "gla_attention": "a `lax.scan` over 1024 tokens keeps its state in the cache, and the chunked "
-    "form does more arithmetic",
-    "lightning_attention": "the same holds for it",
-    "recurrent_attention": "the same holds for it",
-    "mean_pooling": "both read the array once, and it adds block by block for accuracy",
+    "gla_attention": "a `lax.scan` over 1024 tokens keeps its state in cache, and the chunked form "
+    "does more arithmetic",
+    "lightning_attention": "for the same reason",
+    "recurrent_attention": "for the same reason",
+    "mean_pooling": "both read the array once, and ours sums block by block for accuracy",
 }
 _HEADER = ["operation", "platform", "error / allowed", "forward", "gradient", "memory"]
 

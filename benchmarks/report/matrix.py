@@ -66,13 +66,13 @@ COLUMNS = (
     ),
 )
 LEGEND = (
-    "Each cell lists the platforms that take the call of `ejkernel demo` (in bfloat16 on GPUs and "
-    "TPUs), in order of preference, forward / backward; one entry where both are alike. "
+    "Each cell lists the platforms that support the call of `ejkernel demo` (in bfloat16 on GPUs "
+    "and TPUs), in order of preference, forward / backward; one entry where both are the same. "
     "**R**: run on such a device; **C**: compiled for it; "
     "**I**: interpreted on a CPU; *not proven*: no recorded test. "
-    "†: the same kernel, tested through another operation. "
-    "XLA alone means plain JAX operations, without a kernel of our own; a platform after XLA is "
-    "used only where it is chosen by name."
+    "†: proven for another operation that runs the same kernel. "
+    "XLA alone means plain JAX operations, without a custom kernel; a platform after XLA is "
+    "used only when it is named."
 )
 
 
@@ -155,8 +155,8 @@ def proof(operation: str, source: Source, column: Column, direction: Direction) 
         return f"**{failed} failed**"
     if not letters:
         return f"*{NOT_PROVEN}*"
-    own = any(operation in operations for operations in letters.values())
-    return " ".join(letter for letter in "RCI" if letter in letters) + ("" if own else "†")
+    marks = {letter: "" if operation in own else "†" for letter, own in letters.items()}
+    return " ".join(f"{letter}{marks[letter]}" for letter in "RCI" if letter in letters)
 
 
 def evidence() -> list[dict[str, Any]]:
@@ -191,7 +191,7 @@ def conclusions() -> str:
     plain = [f"`{name}`" for name in OPS if _is_plain(name, COLUMNS[2])]
     said = [_on_tpus()]
     if plain:
-        said.append(f"On NVIDIA GPUs these are plain XLA today: {', '.join(plain)}.")
+        said.append(f"On NVIDIA GPUs these run as plain XLA by default: {', '.join(plain)}.")
     return " ".join(said)
 
 
@@ -201,12 +201,27 @@ def _on_tpus() -> str:
     ran = {entry["operation"] for entry in of_tpus if entry["how"] == "run"}
     if ran:
         return f"Operations whose TPU kernels have run on a TPU: {len(ran)}."
-    targets = {entry["target"] for entry in of_tpus if entry["how"] == "compiled"}
-    listed = ", ".join(x for x in COLUMNS[3].compiled_for if x in targets)
     proofs = ["interpreted on a CPU"] if any(x["how"] == "interpreted" for x in of_tpus) else []
-    proofs += [f"compiled by libtpu for {listed}"] if listed else []
+    compiled = _compiled_for_tpus(of_tpus)
+    proofs += [f"compiled by libtpu for {compiled}"] if compiled else []
     recorded = f"they were {' and '.join(proofs)}" if proofs else "nothing is recorded of them"
     return f"**No TPU kernel has run on a TPU**: {recorded}."
+
+
+def _compiled_for_tpus(of_tpus: list[dict[str, Any]]) -> str:
+    """The generations that each operation was compiled for; most operations first."""
+    targets: dict[str, set[str]] = {}
+    for entry in of_tpus:
+        if entry["how"] == "compiled" and entry["passed"]:
+            targets.setdefault(entry["operation"], set()).add(entry["target"])
+    operations: dict[str, list[str]] = {}
+    for operation, found in sorted(targets.items()):
+        listed = ", ".join(x for x in COLUMNS[3].compiled_for if x in found)
+        operations.setdefault(listed, []).append(f"`{operation}`")
+    ordered = sorted(operations.items(), key=lambda item: -len(item[1]))
+    if len(ordered) <= 1:
+        return "".join(operations)
+    return "; for ".join(f"{listed} ({', '.join(names)})" for listed, names in ordered)
 
 
 def _is_plain(operation: str, column: Column) -> bool:

@@ -9,10 +9,10 @@ from ejkernel.ops.implementation import ALL_FEATURES, Pass, Source
 from ejkernel.ops.platform import Backend, Platform
 
 LEGEND = (
-    "In order of preference; a call goes to the first platform that supports it. "
-    "‡: used only where it is chosen by name, since it has not run on such a device. "
+    "In order of preference; a call runs on the first platform that supports it. "
+    "‡: used only when it is named, since it has not run on such a device. "
     "**R**: run on such a device; **C**: compiled for it; **I**: interpreted on a CPU; "
-    "*not proven*: no recorded test; †: the same kernel, tested through another operation; "
+    "*not proven*: no recorded test; †: proven for another operation that runs the same kernel; "
     "–: not for this device, or not for the call of `ejkernel demo`. "
     "[What the names mean](errors.md#refused-calls)."
 )

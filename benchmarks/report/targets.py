@@ -21,7 +21,7 @@ def line(row: Row) -> list[str]:
     bound = "" if row.bound is None else target(row.bound, row.better, row.unit)
     verdict = {None: "", True: "met", False: MISSED}[row.met]
     what = row.what if row.direction is None else f"{row.what}, {row.direction}"
-    return [what, amount(row.best and row.best.value, row.unit), bound, verdict]
+    return [what, amount(row.ours and row.ours.value, row.unit), bound, verdict]
 
 
 def table(rows: list[Row]) -> str:

@@ -22,13 +22,16 @@ from ejkernel import settings
 from ejkernel.cli import provenance, subjects
 from ejkernel.cli.subjects import Subject
 from ejkernel.kernels import OPS
+from ejkernel.ops.implementation import Source
+from ejkernel.ops.invocation import Invocation
 from ejkernel.ops.persistent import PersistentCache, read_table
-from ejkernel.ops.platform import Backend
+from ejkernel.ops.platform import Backend, Platform, target, target_device
 
 SHIPPED = Path(ejkernel.__file__).parent / "data" / "tuned"
 
 _OPTIONAL_PACKAGES = ("triton", "jax-triton", "libtpu")
-_DEVICES = (Backend.CPU, Backend.GPU, Backend.TPU)
+# For each kind of device, one that stands for it.
+_DEVICES = {Backend.CPU: "cpu", Backend.GPU: "NVIDIA H200", Backend.TPU: "TPU v5 lite"}
 _SETTINGS: dict[str, Callable[[], Any]] = {
     f"EJKERNEL_{read.__name__.upper()}": read
     for read in (
@@ -118,17 +121,25 @@ def _operation(subject: Subject) -> dict[str, Any]:
             )
             names = [source.platform.value for source, _ in supported]
             found[direction] = {"platforms": names, "unavailable": reasons}
+        found["devices"] = {device.value: _platforms(call, device) for device in _DEVICES}
 
     jax.eval_shape(look)  # only shapes matter: nothing is computed or compiled
-    found["devices"] = {
-        device.value: [
-            source.platform.value
-            for source in subject.op.sources
-            if source.backend in (device, Backend.ANY)
-        ]
-        for device in _DEVICES
-    }
     return found
+
+
+def _platforms(call: Invocation, backend: Backend) -> list[str]:
+    """The platforms for a kind of device, in the order that the forward pass prefers them in."""
+    sources = [x for x in call.op.sources if x.backend in (backend, Backend.ANY)]
+    ordered = sorted(sources, key=lambda source: _yields_to_xla(source, call, backend))
+    return [source.platform.value for source in ordered]
+
+
+def _yields_to_xla(source: Source, call: Invocation, backend: Backend) -> bool:
+    """Whether XLA, the last of the sources, is preferred to this one."""
+    chosen = source.load().forward
+    with target_device(_DEVICES[backend]):
+        device = target() or call.device
+    return chosen is not None and Platform.XLA in chosen.yields_to(call.inputs, call.spec, device)
 
 
 def info(
@@ -202,8 +213,8 @@ def _operations_table(facts: dict[str, Any]) -> Table:
 
 
 def _specific(platforms: list[str]) -> str:
-    """Platforms in order of preference; XLA, the fallback, only where it is alone."""
-    return " ".join(name for name in platforms if name != "xla") or "xla"
+    """The platforms that are preferred to XLA, in order; XLA where there is none."""
+    return " ".join(platforms[: platforms.index("xla")]) or "xla"
 
 
 def _print_reasons(console: Console, facts: dict[str, Any]) -> None:

@@ -38,7 +38,21 @@ def test_one_line_per_operation_that_fits(columns):
 def test_the_platforms_of_other_devices_are_those_that_are_registered():
     shown = run("info", columns=80).output
     assert re.search(r"^flash_attention +xla +xla +pallas cuda triton +pallas *$", shown, re.M)
-    assert re.search(r"^mean_pooling +xla +xla +triton +xla *$", shown, re.M)
+    assert re.search(r"^grouped_matmul +xla +xla +pallas triton +pallas *$", shown, re.M)
+
+
+def test_a_kernel_that_runs_only_where_it_is_named_is_not_shown_as_preferred(facts):
+    shown = run("info", columns=80).output
+    assert re.search(r"^gla_attention +xla +xla +xla +pallas *$", shown, re.M)
+    assert re.search(r"^mean_pooling +xla +xla +xla +xla *$", shown, re.M)
+    assert facts["operations"]["gla_attention"]["devices"]["gpu"] == ["xla", "triton"]
+
+
+def test_the_page_shows_the_table(facts):
+    screen = PAGE.partition("```bash\nejkernel info\n```")[2].partition("\n```\n")[0]
+    page = screen.partition("\noperation ")[2].splitlines()
+    shown = run("info", columns=80).output.partition("\noperation ")[2].splitlines()
+    assert [line.rstrip() for line in shown][: len(page)] == page
 
 
 def test_names_versions_devices_cache_and_shipped_tables(monkeypatch, tmp_path):

@@ -11,12 +11,13 @@ import pytest
 
 from docs import documents
 from ejkernel.cli import provenance
+from ejkernel.cli.report import limits
 from ejkernel.cli.report.results import parse
 from ejkernel.cli.report.rows import Bar, Row
 from ejkernel.ops import kernel_registry
 
 sys.path.insert(0, str(documents.ROOT))
-from benchmarks.report import limits, matrix, plot, speed, targets
+from benchmarks.report import matrix, plot, results, speed, targets
 
 RESULTS = documents.ROOT / "benchmarks" / "results"
 EVERY_RESULT = sorted(RESULTS.rglob("*.json"))
@@ -84,6 +85,7 @@ TRITON = next(x for x in kernel_registry.op("flash_attention").sources if x.plat
         ([entry(), entry(passed=8, failed=2)], SM_90, "**2 failed**"),
         ([entry(passed=0)], SM_90, "*not proven*"),
         ([entry(operation="blocksparse_attention")], SM_90, "R†"),
+        ([entry(), entry(operation="blocksparse_attention", how="interpreted")], SM_90, "R I†"),
         ([entry(operation="grouped_matmul")], SM_90, "*not proven*"),
     ],
 )
@@ -110,6 +112,11 @@ def test_that_no_kernel_ran_on_a_tpu_is_said_until_one_has(monkeypatch):
     monkeypatch.setattr(matrix, "evidence", lambda: [compiled])
     said = "**No TPU kernel has run on a TPU**: they were compiled by libtpu for v5e."
     assert matrix._on_tpus() == said
+    others = [compiled | {"operation": "gla_attention", "target": x} for x in ("v6e", "v4")]
+    failed = compiled | {"target": "7x", "passed": 0, "failed": 1}
+    monkeypatch.setattr(matrix, "evidence", lambda: [*others, compiled, failed])
+    said = "compiled by libtpu for v5e (`flash_attention`); for v4, v6e (`gla_attention`)."
+    assert matrix._on_tpus().endswith(said)
     monkeypatch.setattr(matrix, "evidence", lambda: [compiled | {"how": "run", "target": "TPU v4"}])
     assert matrix._on_tpus() == "Operations whose TPU kernels have run on a TPU: 1."
 
@@ -141,6 +148,29 @@ def test_what_users_get_is_compared_with_the_best_peer():
     cases = {"causal both": {name: {"tflops": rate} for name, rate in rates.items()}}
     (row,) = parse({"cases": cases, "calls": calls}, "file", {}).rows
     assert speed.compared("flash_attention", row) == COMPARISON
+
+
+def test_a_call_without_a_rate_is_not_compared():
+    rates = {"ours auto": {"tflops": 600}, "a & b": {"ms": 1}}
+    cases = {"causal both": rates, "other": {"ours auto": {"ms": 1}, "a & b": {"tflops": 5}}}
+    compared, other = parse({"cases": cases}, "file", {}).rows
+    assert speed.compared("flash_attention", other) is None
+    found = speed.compared("flash_attention", compared)
+    assert (found.ours, found.peer, found.theirs, found.ratio) == (600, None, None, None)
+
+
+@pytest.mark.parametrize(("auto", "verdict"), [(600.0, "met"), (500.0, "**missed**")])
+def test_a_target_is_for_what_users_get(auto, verdict):
+    bars = (Bar("ours auto", auto), Bar("ours pallas", 700.0))
+    row = Row("name", "what", "TFLOP/s", "higher", bars, 550.0)
+    assert targets.line(row)[1:] == [f"{auto:.0f} TFLOP/s", "at least 550 TFLOP/s", verdict]
+
+
+def test_the_readme_names_the_timed_peers():
+    rows = [row for name in speed._OPERATIONS for row in results.rows_of(f"h200/{name}")]
+    timed = {bar.name for row in rows for bar in row.bars if not bar.ours}
+    assert timed <= set(speed._PEERS)
+    assert speed.peers() in (documents.ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("theme", plot.THEMES)

@@ -1,5 +1,6 @@
 """What the pages list from sources and draw from masks is complete and true."""
 
+import inspect
 import re
 import sys
 from xml.etree import ElementTree
@@ -7,6 +8,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+import ejkernel
 from docs import documents
 from ejkernel.kernels import OPS
 from ejkernel.ops import kernel_registry
@@ -79,3 +81,12 @@ def test_every_bar_of_a_chart_says_its_value(theme):
     said = [group.findtext(f"{SVG}title") for group in chart.iter(f"{SVG}g")]
     assert len(said) == sum(1 + (row.theirs is not None) for row in rows)
     assert all(f"{row.ours:.1f} TFLOP/s" in " ".join(said) for row in rows)
+
+
+@pytest.mark.parametrize("operation", OPS)
+def test_the_docstring_lists_the_platforms_of_the_operation(operation):
+    same = {"scaled_dot_product_attention": "flash_attention"}  # its docstring refers to that one
+    documented = inspect.getdoc(getattr(ejkernel, same.get(operation, operation)))
+    (line,) = re.findall(r"^ +platform: (.*), or None for", documented, re.MULTILINE)
+    registered = {source.platform.value for source in kernel_registry.op(operation).sources}
+    assert sorted(re.findall(r'"(\w+)"', line)) == sorted(registered)

@@ -15,6 +15,7 @@ _OTHER_PAGES = {
     ROOT / "README.md": "readme.md",
     ROOT / "CHANGELOG.md": "changelog.md",
     ROOT / "CONTRIBUTING.md": "contributing.md",
+    ROOT / "examples" / "README.md": "examples/index.md",
     NOTES / "README.md": "notes/index.md",
     **{path: f"notes/{path.name}" for path in NOTES.glob("*.md") if path.stem != "README"},
 }

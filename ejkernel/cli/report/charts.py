@@ -98,8 +98,7 @@ def _legend(rows: list[Row]) -> str:
     shown += [("key-target", "target", any(row.bound is not None for row in rows))]
     limit = next((row for row in rows if row.limit is not None), None)
     if limit is not None:
-        said = IN_WORDS.get(limit.unit, "")
-        said = f"hardware limit ({said}): {amount(limit.limit, limit.unit)}"
+        said = f"{_limit_in_words(limit)}: {amount(limit.limit, limit.unit)}"
         shown += [("key-limit", said, True)]
     if all(row.rate for row in rows):
         shown += [("key-none", "longer is better", True)]
@@ -170,11 +169,15 @@ def _details(row: Row, bar: Bar, value: str) -> Iterator[str]:
     if row.bound is not None and bar.ours:
         yield f"target: {target(row.bound, row.better, row.unit)}"
     if share := of_limit(row, bar):
-        yield f"{share} of the hardware limit"
+        yield f"{share} of the {_limit_in_words(row)}"
     if (ratio := of_peer(row, bar)) and row.peer is not None:
-        yield f"{ratio} of {row.peer.name}, the best peer"
+        yield f"{ratio} of {row.peer.name}, the best timed peer"
     for name, number in bar.numbers.items():
         yield f"{name}: {number:.4g}"
+
+
+def _limit_in_words(row: Row) -> str:
+    return IN_WORDS.get(row.unit, "hardware limit")
 
 
 def of_limit(row: Row, bar: Bar) -> str:
@@ -236,7 +239,8 @@ def _table(title: str, rows: list[Row]) -> str:
 
 def _cells(row: Row) -> Iterator[Iterable[str]]:
     for bar in row.bars:
-        judged = row.bound is not None and bar.ours and row.bound is not None
+        judged = bar.ours and row.ours in (None, bar)
+        bound = row.bound if judged else None
         time = bar.numbers.get("ms")
         yield (
             row.what,
@@ -246,8 +250,8 @@ def _cells(row: Row) -> Iterator[Iterable[str]]:
             bar.name,
             bar.problem or amount(bar.value, row.unit),
             "" if time is None or row.unit == "ms" else amount(time, "ms"),
-            target(row.bound, row.better, row.unit) if judged and row.bound is not None else "",
-            ("met" if row.met else "missed") if judged else "",
+            "" if bound is None else target(bound, row.better, row.unit),
+            "" if bound is None else "met" if row.met else "missed",
             of_peer(row, bar),
             of_limit(row, bar),
         )

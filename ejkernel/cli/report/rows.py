@@ -74,12 +74,12 @@ class Row:
 
     @property
     def met(self) -> bool | None:
-        """Whether the best of ours meets the target; None where there is none."""
+        """Whether what a user gets meets the target; None where there is none."""
         if self.bound is None:
             return None
-        if self.best is None or self.best.value is None:
+        if self.ours is None or self.ours.value is None:
             return False
-        value = self.best.value
+        value = self.ours.value
         return value <= self.bound if self.better == "lower" else value >= self.bound
 
     def _best(self, ours: bool) -> Bar | None:

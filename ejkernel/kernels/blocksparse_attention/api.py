@@ -101,7 +101,7 @@ def blocksparse_attention(
         softmax_scale: by default `head_dim ** -0.5`.
         logits_soft_cap: bound of the logits.
         axis_name: the mesh axis over which the sequences are split; by default they are not.
-        platform: "xla", "pallas", "triton", or None for the best that supports the call.
+        platform: "xla", "pallas", "triton", "cuda", or None for the best that supports the call.
         cfg: blocks of the kernel; by default chosen for the call.
         mesh: run under `shard_map` over this mesh.
         in_specs: with `mesh`, the specs of query, key and value; the others follow from them. By

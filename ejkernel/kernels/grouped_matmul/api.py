@@ -70,7 +70,7 @@ def grouped_matmul(
             first `group_sizes[0]` rows belong to group 0, the next to group 1, and so on.
         transpose_rhs: the weights are `[groups, n, k]`.
         preferred_element_type: dtype of the output, by default that of the inputs.
-        platform: "xla", "pallas", "triton", "cuda", or None for the best that supports the call.
+        platform: "xla", "pallas", "triton", or None for the best that supports the call.
         cfg: tiles and launch parameters; by default chosen for the call.
         mesh: run under `shard_map` over this mesh.
         in_specs: with `mesh`, the specs of inputs, weights and group_ids (or group_sizes). Split

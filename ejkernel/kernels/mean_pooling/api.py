@@ -49,7 +49,7 @@ def mean_pooling(
             valid; by default all are.
         cu_seqlens: `[0, l1, l1 + l2, ...]`: where the packed sequences begin and end. Tokens past
             the last sequence are ignored.
-        platform: "xla", "pallas", "triton", "cuda", or None for the best that supports the call.
+        platform: "xla", "triton", or None for the best that supports the call.
         cfg: blocks and launch parameters; by default chosen for the call.
         mesh: run under `shard_map` over this mesh; batch and hidden may be split.
         in_specs: with `mesh`, the spec of x, and if wanted that of attention_mask.

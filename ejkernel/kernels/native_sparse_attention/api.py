@@ -150,7 +150,7 @@ def native_sparse_attention(
         softmax_scale: by default `head_dim ** -0.5`.
         return_block_indices: also return the blocks, for another call.
         axis_name: the mesh axis over which the sequences are split; by default they are not.
-        platform: "xla", "pallas", "triton", "cuda", or None for the best that supports the call.
+        platform: "xla", "triton", or None for the best that supports the call.
         cfg: tiles and launch parameters; by default chosen for the call.
         mesh: run under `shard_map` over this mesh.
         in_specs: with `mesh`, the specs of query, key and value, and of gates if they are to be

@@ -142,7 +142,7 @@ def page_attention(
         v_scale: the same for values.
         return_lse: also return the log-sum-exp.
         axis_name: the mesh axis over which the pages are split; by default they are not.
-        platform: "xla", "pallas", "triton", "cuda", or None for the best that supports the call.
+        platform: "xla", "pallas", "triton", or None for the best that supports the call.
         cfg: blocks and launch parameters; by default chosen for the call.
         mesh: run under `shard_map` over this mesh; batch and heads can be split.
         in_specs: with `mesh`, the specs of query, key_cache and value_cache; the others follow. By

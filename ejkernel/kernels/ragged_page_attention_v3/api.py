@@ -143,7 +143,7 @@ def ragged_page_attention_v3(
         v_scale: the same for values.
         return_lse: also return the log-sum-exp.
         axis_name: the mesh axis over which the pages are split; by default they are not.
-        platform: "xla", "pallas", "triton", "cuda", or None for the best that supports the call.
+        platform: "xla", "pallas", "triton", or None for the best that supports the call.
         cfg: blocks and launch parameters; by default chosen for the call.
         mesh: run under `shard_map` over this mesh; heads can be split.
         in_specs: with `mesh`, the specs of query, key_pages and value_pages; the others follow. By

@@ -148,7 +148,7 @@ def ragged_page_attention_v3_update(
         k_scale: what cached keys are multiplied with, a number or `[kv_heads]`; may be traced.
         v_scale: the same for values.
         return_lse: also return the log-sum-exp.
-        platform: "xla", "pallas", "triton", "cuda", or None for the best that supports the call.
+        platform: "xla", "pallas", "triton", or None for the best that supports the call.
         cfg: blocks and launch parameters; by default chosen for the call.
         mesh: run under `shard_map` over this mesh; heads can be split.
         in_specs: with `mesh`, the specs of query, key and value; the others follow from them.

@@ -61,7 +61,7 @@ def recurrent_attention(
         axis_name: the mesh axis over which the sequence is split. In a `shard_map` over it, arrays
             of tokens are this device's share, and `cu_seqlens` are those of the whole sequences.
             Elsewhere all are whole, and it is an axis of `mesh`, `jax.set_mesh` or `with mesh:`.
-        platform: "xla", "pallas", "triton", "cuda", or None for the best that supports the call.
+        platform: "xla", "pallas", "triton", or None for the best that supports the call.
         cfg: blocks and launch parameters; by default chosen for the call.
         mesh: run under `shard_map` over this mesh; batch and heads may be split, and with
             `axis_name` the sequence.

@@ -101,7 +101,7 @@ def ring_attention(
         method: "ring"; "all_gather", which gathers all keys once; "all_to_all", which exchanges the
             sequence for heads, and needs heads and kv_heads that are multiples of the ring; "auto",
             the one that a cost model expects to be fastest.
-        platform: "xla", "pallas", or None for the best that supports the call.
+        platform: "xla", "pallas", "triton", or None for the best that supports the call.
         cfg: blocks of a hop's attention; by default chosen for the call.
         mesh: the mesh whose axis is the ring.
         in_specs: with a mesh, the specs of query, key and value; by default only the sequence is
