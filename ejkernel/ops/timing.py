@@ -176,7 +176,7 @@ def outside_trace(fn: Callable[[], _Result], seconds: float | None = None) -> _R
 
     thread = threading.Thread(target=run, name="ejkernel-outside-trace", daemon=True)
     thread.start()
-    thread.join(seconds)
+    thread.join(None if seconds is None else min(seconds, threading.TIMEOUT_MAX))
     if thread.is_alive():
         raise TimeoutError(f"it did not end within {seconds:g} s")
     if errors:

@@ -170,6 +170,11 @@ def test_without_it_the_trace_gets_in_the_way():
         jax.jit(lambda x: x * timed_outside())(1.0)
 
 
+@pytest.mark.parametrize("seconds", [None, 60.0, 1e300, float("inf")])
+def test_any_time_to_wait_is_taken(seconds):
+    assert outside_trace(lambda: 3, seconds=seconds) == 3
+
+
 def test_errors_come_back_as_they_are():
     def fail():
         raise KeyError("lost")

@@ -108,6 +108,11 @@ def test_a_time_that_is_none_is_refused(timeout):
         Tuner(timeout=timeout)
 
 
+def test_a_time_without_limit_drops_nothing():
+    _, params = chosen_with(lambda y: y, timeout=float("inf"))
+    assert params in (ScaleConfig(64), ScaleConfig(128))
+
+
 def test_without_memory_for_its_data_nothing_is_measured_and_the_call_runs(monkeypatch):
     fail = lambda *_: raise_(jax.errors.JaxRuntimeError(OUT_OF_MEMORY))
     monkeypatch.setattr(tuner, "random_arguments", fail)
