@@ -113,7 +113,8 @@ class Executor:
             compiled = self._compile(op, inputs, spec, request, device)
             self._compiled[key] = compiled
         elif self.chooser.on_event is not None or recording.active():
-            # Somebody is watching: let the chain speak again, it ends in the same choice.
+            # An `on_event` callback or recorder is active: repeat the selection so that it is
+            # notified.
             self._choose(Invocation(op, inputs, spec, device, request.platform), request)
         return compiled(*leaves)
 
@@ -162,11 +163,9 @@ class Executor:
                     "Executor.compile: the call differs in structure from the example."
                 )
             for is_dynamic, x, expected in zip(is_array, given, leaves, strict=True):
-                if is_dynamic or x is expected:
-                    continue
-                if _is_array(x) or x != expected:
+                if not is_dynamic and (_is_array(x) or not _is_same(x, expected)):
                     raise ValueError(
-                        "Executor.compile: what is no array is compiled into the function; the "
+                        "Executor.compile: non-array arguments are fixed at compile time; the "
                         f"example had {expected!r}, got {x!r}."
                     )
             return run([x for a, x in zip(is_array, given, strict=True) if a])
@@ -353,6 +352,13 @@ class Executor:
 
 def _is_array(x: object) -> bool:
     return hasattr(x, "dtype") and hasattr(x, "shape")
+
+
+def _is_same(x: object, expected: object) -> bool:
+    """Whether one constant stands for the other: 3 differs from 3.0, a NaN equals a NaN."""
+    if x is expected:
+        return True
+    return type(x) is type(expected) and (x == expected or (x != x and expected != expected))
 
 
 def _with_mesh(op: Op, leaves: list[Any], request: Request) -> Request:
