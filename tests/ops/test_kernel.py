@@ -306,8 +306,8 @@ def test_compile_gives_a_function_of_the_arrays(watched):
 
 def test_compile_takes_a_nan_for_the_nan_of_the_example(watched):
     executor, _ = watched
-    run = executor.compile(Scale(), X, factor=float("nan"))
-    assert np.isnan(run(X, factor=-float("nan"))).all()
+    run = executor.compile(Scale(), X, factor=float("nan"), cfg=ScaleConfig())
+    assert np.isnan(run(X, factor=float("nan"))).all()
     with pytest.raises(ValueError, match="non-array arguments are fixed at compile time"):
         run(X, factor=1.0)
 
