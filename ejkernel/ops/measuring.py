@@ -5,6 +5,8 @@ import contextlib
 import dataclasses
 import functools
 import os
+import queue
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,7 +29,8 @@ def runner(inv: Invocation, choice: Choice) -> jax.stages.Wrapped:
     def run(*arguments: PyTree) -> PyTree:
         if inv.direction == "backward" and inv.op.rarely_used_outputs:
             *others, d_outputs = arguments
-            # Made in here: a compiler that sees zeros leaves out what they make superfluous.
+            # Created inside of the traced function on purpose: XLA sees constant zeros, as in a
+            # training step that does not use these outputs, and removes what only they need.
             zeros = {
                 name: jnp.zeros_like(getattr(d_outputs, name))
                 for name in inv.op.rarely_used_outputs
@@ -44,24 +47,50 @@ def compiled_together(
 ) -> Iterator[list[Callable[[], Callable[..., Any]]]]:
     """For each run a function that gives it compiled, or raises why it cannot be.
 
-    For an accelerator the host compiles several at once; all of them are traced here, because
-    JAX keeps its settings per thread.
+    For an accelerator the host compiles several at once, in daemon threads, for which Python does
+    not wait at exit; all of them are traced here, because JAX keeps its settings per thread.
     """
     if device.platform == "cpu":
         yield [lambda run=run: run for run in runs]
         return
-    pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1)
+    waiting: queue.SimpleQueue[tuple[_Future, Callable[[], Any]] | None] = queue.SimpleQueue()
+    threads = min(os.cpu_count() or 1, len(runs))
+    for _ in range(threads):
+        name = "ejkernel-compile"
+        threading.Thread(target=_work, args=(waiting,), name=name, daemon=True).start()
+    futures: list[_Future] = []
 
     def begin(run: jax.stages.Wrapped) -> Callable[[], Callable[..., Any]]:
         try:
-            return pool.submit(run.lower(*arguments).compile).result
+            compile_ = run.lower(*arguments).compile
         except Exception as error:
             return functools.partial(_raise, error)
+        futures.append(future := concurrent.futures.Future())
+        waiting.put((future, compile_))
+        return future.result
 
     try:
         yield [begin(run) for run in runs]
     finally:  # after Ctrl-C, what has not begun is not compiled
-        pool.shutdown(wait=False, cancel_futures=True)
+        for future in futures:
+            future.cancel()
+        for _ in range(threads):
+            waiting.put(None)
+
+
+_Future = concurrent.futures.Future[Callable[..., Any]]
+
+
+def _work(waiting: "queue.SimpleQueue[tuple[_Future, Callable[[], Any]] | None]") -> None:
+    """Compute what is waiting, until there is None."""
+    while (task := waiting.get()) is not None:
+        future, compute = task
+        if not future.set_running_or_notify_cancel():
+            continue
+        try:
+            future.set_result(compute())
+        except BaseException as error:
+            future.set_exception(error)
 
 
 def _raise(error: Exception) -> Any:
@@ -150,8 +179,8 @@ class ResultCheck:
         for one, other in zip(plain, exact, strict=True):
             eps = max(self.floor, 64 * _resolution(one)) if one is other else self.floor
             largest = _largest(other)
-            # XLA may round a result alone; what computes in the same type also rounds what it is
-            # made of: a place of the largest number, in addition to the half of the result itself.
+            # Allow one ulp of the largest value for rounded intermediates, plus half an ulp for the
+            # result.
             last_place = _resolution(one) * 2.0 ** np.floor(np.log2(largest)) if largest else 0.0
             rounding = max(2 * _distance(one, other), 1.5 * last_place)
             self.allowed.append(rounding + eps * largest)

@@ -126,6 +126,27 @@ def test_without_memory_for_its_data_nothing_is_measured_and_the_call_runs(monke
     assert events == ["autotune_start", "autotune_finish", "heuristics"]
 
 
+ENDLESS = """
+import time
+from types import SimpleNamespace
+from ejkernel.ops import measuring
+from ejkernel.ops.platform import Device
+
+endless = SimpleNamespace(lower=lambda: SimpleNamespace(compile=lambda: time.sleep(3600)))
+with measuring.compiled_together([endless], (), Device("gpu", "x", None, "x")):
+    print("done")
+"""
+
+
+def test_a_compilation_that_never_ends_does_not_keep_the_process_from_exiting():
+    environment = os.environ | {"PYTHONPATH": str(Path(ejkernel.__file__).parents[1])}
+    command = [sys.executable, "-c", ENDLESS]
+    done = subprocess.run(
+        command, env=environment, timeout=60, check=True, capture_output=True, text=True
+    )
+    assert done.stdout == "done\n"
+
+
 # Prints when it starts to measure; its first candidate takes as long as the first argument says.
 PROGRAM = """
 import sys, time
