@@ -21,6 +21,7 @@ from ejkernel.ops.invocation import Invocation
 from ejkernel.ops.platform import Device, Platform
 
 _EPS = float(np.finfo(np.float32).eps)
+_Future = concurrent.futures.Future[Callable[..., Any]]
 
 
 def runner(inv: Invocation, choice: Choice) -> jax.stages.Wrapped:
@@ -76,9 +77,6 @@ def compiled_together(
             future.cancel()
         for _ in range(threads):
             waiting.put(None)
-
-
-_Future = concurrent.futures.Future[Callable[..., Any]]
 
 
 def _work(waiting: "queue.SimpleQueue[tuple[_Future, Callable[[], Any]] | None]") -> None:

@@ -177,7 +177,7 @@ def test_tuning_finds_the_best_of_each_pass():
     assert [name for name, _ in events].count("autotune_start") == 2
 
 
-def with_rivals(run, count, rivals=None):
+def with_candidates(run, count, at_first_call=None):
     """Flash attention by one pass that has so many candidates besides its heuristic."""
     sizes = [FwdParams(q_blocksize=8 * (i + 1)) for i in range(count + 1)]
     one = Pass(
@@ -185,7 +185,9 @@ def with_rivals(run, count, rivals=None):
         features=frozenset(),
         heuristic=lambda *call: sizes[0],
         candidates=lambda *call: sizes,
-        rivals=None if rivals is None else lambda *call: [sizes[i] for i in rivals],
+        first_call_candidates=(
+            None if at_first_call is None else lambda *call: [sizes[i] for i in at_first_call]
+        ),
     )
     sources = [Source(Platform.PALLAS, Backend.ANY, Implementation(forward=one)), OP.sources[-1]]
     return dataclasses.replace(calls(OP)[0], op=OP.renamed("flash_attention", sources=sources))
@@ -205,12 +207,13 @@ class Comparing(Tuner):
 
 
 @pytest.mark.parametrize(
-    ("rivals", "compared"),
-    [(None, [[8, 16, 24, 32]]), ((5, 2), [[8, 48, 24]]), ((), [])],
-    ids=["without a model", "with a model", "no rival"],
+    ("at_first_call", "compared"),
+    [(None, []), ((5, 2), [[8, 48, 24]]), ((5, 4, 3, 2), [[8, 48, 40, 32]]), ((), [])],
+    ids=["without a model", "two are close", "four are close", "none is close"],
 )
-def test_a_first_call_compares_the_heuristic_with_three_rivals_at_most(rivals, compared):
-    call, tuner = with_rivals(xla.run_forward, 6, rivals), Comparing()
+def test_a_first_call_compares_the_heuristic_with_three_others_at_most(at_first_call, compared):
+    """Those that a model expects to be close; without a model the heuristic is used."""
+    call, tuner = with_candidates(xla.run_forward, 6, at_first_call), Comparing()
     chooser = executor(tuner, []).chooser
     chosen = chooser.choose(call).params.q_blocksize
     assert tuner.compared == compared
@@ -219,23 +222,22 @@ def test_a_first_call_compares_the_heuristic_with_three_rivals_at_most(rivals, c
     assert len(tuner.compared) == len(compared)
 
 
-def test_rivals_that_fail_or_disagree_are_dropped():
+def test_candidates_of_a_first_call_that_fail_or_disagree_are_dropped():
     def run(inputs, spec, params):
         if params.q_blocksize == 16:
             raise RuntimeError("does not compile")
         out, lse = xla.run_forward(inputs, spec, FwdParams(q_blocksize=8, kv_blocksize=8))[0]
         return Outputs(out + (params.q_blocksize == 24), lse), Outputs(out, lse)
 
-    call = with_rivals(run, 3)
+    call = with_candidates(run, 3, (1, 2, 3))
     with pytest.warns(TuningWarning, match="dropped 2 of 4.*does not compile.*off by"):
         choice = executor(Tuner(), []).chooser.choose(call)
     assert choice.params.q_blocksize in (8, 32)
 
 
 def test_the_line_about_a_comparison_says_how_to_forbid_it(capsys):
-    call = with_rivals(
-        lambda i, s, p: xla.run_forward(i, s, FwdParams(q_blocksize=8, kv_blocksize=8)), 1
-    )
+    run = lambda i, s, p: xla.run_forward(i, s, FwdParams(q_blocksize=8, kv_blocksize=8))
+    call = with_candidates(run, 1, (1,))
     with settings.override(autotune_progress=True):
         executor(Tuner(), []).chooser.choose(call)
     (line,) = capsys.readouterr().err.splitlines()
