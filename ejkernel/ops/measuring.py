@@ -147,28 +147,43 @@ def _sample(inv: Invocation) -> CallInputs:
     )
 
 
+class DeviceBlockedError(TimeoutError):
+    """A run on an accelerator did not end in time; what follows would wait behind it."""
+
+
+class WrongResultError(Exception):
+    """Why a result cannot be right."""
+
+
+def trusted_runs(inv: Invocation, choices: list[Choice]) -> list[jax.stages.Wrapped]:
+    """XLA's pass, and the same at full precision; for a user's own kernel that of its heuristic."""
+    plain = runner(inv, by_xla(inv) or choices[0])
+    if inv.op.differentiable_by_jax:
+        return [plain]
+
+    def exact(*arguments: PyTree) -> PyTree:
+        with jax.default_matmul_precision("highest"):
+            return plain(*_widened(arguments))
+
+    return [plain, jax.jit(exact)]
+
+
 class ResultCheck:
-    """Compares a candidate with XLA at full precision; a user's own kernel with its heuristic."""
+    """Compares results of candidates with trusted ones.
+
+    Args:
+        inv: the call.
+        trusted: the results of `trusted_runs`; without any, the first result is trusted.
+    """
 
     exact: list[jax.Array] | None
 
-    def __init__(
-        self,
-        inv: Invocation,
-        choices: list[Choice],
-        arguments: tuple[Any, ...],
-        computed: Callable[..., Any],
-    ) -> None:
+    def __init__(self, inv: Invocation, trusted: list[PyTree]) -> None:
         self.floor = _EPS * (32 if inv.direction == "forward" else 128)
-        trusted = by_xla(inv) or choices[0]
-        try:
-            plain = exact = _arrays(computed(runner(inv, trusted), *arguments))
-            if not inv.op.differentiable_by_jax:
-                with jax.default_matmul_precision("highest"):
-                    exact = _arrays(computed(runner(inv, trusted), *_widened(arguments)))
-            self._learn(plain, exact)
-        except Exception:  # then there is nothing to compare with: the first that runs is trusted
-            self.exact = None
+        self.exact = None
+        if trusted:
+            plain, *others = map(_arrays, trusted)
+            self._learn(plain, others[0] if others else plain)
 
     def _learn(self, plain: list[jax.Array], exact: list[jax.Array]) -> None:
         """What is right, and how far from it a result may be."""
@@ -183,7 +198,7 @@ class ResultCheck:
             rounding = max(2 * _distance(one, other), 1.5 * last_place)
             self.allowed.append(rounding + eps * largest)
 
-    def objection(self, result: PyTree) -> str | None:
+    def mismatch(self, result: PyTree) -> str | None:
         """Why the result cannot be right, or None."""
         actual = _arrays(result)
         if self.exact is None:
@@ -208,24 +223,25 @@ def by_xla(inv: Invocation) -> Choice | None:
     return Choice(source, run, run.heuristic(inputs, inv.spec, inv.device))
 
 
-def difference(result: PyTree, expected: PyTree) -> str | None:
-    """How two results of one pass differ beyond their rounding, or None.
-
-    Both come from kernels of this package, which the test suite has compared with the definition:
-    this finds one that fails on this device or for these sizes.
-    """
-    ours, theirs = _arrays(result), _arrays(expected)
-    measured = [(float(gap), float(size)) for gap, size in _gaps(ours, theirs)]
-    for x, (gap, size) in zip(ours, measured, strict=True):
-        allowed = 4 * max(_resolution(x), 128 * _EPS) * size
-        if not gap <= allowed:
-            return f"is off by {gap:.2e} where {allowed:.2e} is allowed"
-    return None
+def is_deterministic(inv: Invocation, choice: Choice) -> bool:
+    """Whether the choice is declared to give the same bits in every run: docs/determinism.md."""
+    if choice.source.platform not in (Platform.PALLAS, Platform.TRITON) or not inv.op.reference:
+        return False
+    unordered = choice.run.nondeterministic(inv.inputs, inv.spec, inv.device)
+    return unordered is None or choice.params != unordered
 
 
 @jax.jit
-def _gaps(ours: list[jax.Array], theirs: list[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
-    return [(_gap(x, y), _size(y)) for x, y in zip(ours, theirs, strict=True)]
+def same_bits(result: PyTree, other: PyTree) -> jax.Array:
+    """Whether two results are equal bit by bit."""
+    pairs = zip(_arrays(result), _arrays(other), strict=True)
+    return jnp.array([(_bits(x) == _bits(y)).all() for x, y in pairs]).all()
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
 
 
 def _arrays(tree: PyTree) -> list[jax.Array]:
