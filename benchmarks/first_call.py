@@ -7,8 +7,8 @@ python benchmarks/first_call.py --profile causal_grad            where the time 
 
 Every case runs in a process of its own with caches of its own: import, trace and lower, compile,
 first run. Programs are those that XLA compiled during the call; one is the caller's own. Shapes are
-not in the shipped tables. The case `search` is what `ejkernel.autotune` takes for the gradient of the
-case `causal`: the whole search of the forward and the backward pass, in the column `first call`.
+not in the shipped tables. The case `search` is what `ejkernel.autotune` takes for the gradient of
+the case `causal`: the whole search of the forward and backward passes, in the column `first call`.
 Peers compute the same call by `jax.nn.dot_product_attention`: cuDNN's kernels on a GPU, plain XLA
 elsewhere.
 """

@@ -227,8 +227,8 @@ def is_deterministic(inv: Invocation, choice: Choice) -> bool:
     """Whether the choice is declared to give the same bits in every run: docs/determinism.md."""
     if choice.source.platform not in (Platform.PALLAS, Platform.TRITON) or not inv.op.reference:
         return False
-    unordered = choice.run.nondeterministic(inv.inputs, inv.spec, inv.device)
-    return unordered is None or choice.params != unordered
+    varying = choice.run.nondeterministic(inv.inputs, inv.spec, inv.device)
+    return varying is None or choice.params != varying
 
 
 @jax.jit
