@@ -149,9 +149,10 @@ def test_a_compilation_that_never_ends_does_not_keep_the_process_from_exiting():
     assert done.stdout == "done\n"
 
 
-# Prints when it starts to measure; its first candidate takes as long as the first argument says.
+# Prints when it starts to measure; its first candidate takes until the given file exists.
 PROGRAM = """
 import sys, time
+from pathlib import Path
 import numpy as np
 from ops.kernels import Scale
 from ejkernel.ops import *
@@ -160,7 +161,8 @@ class Slow(Scale):
     def run(self, x, *, factor=2.0, cfg):
         if cfg.block == 64:
             print("measuring", flush=True)
-            time.sleep(float(sys.argv[1]))
+            while not Path(sys.argv[1]).exists():
+                time.sleep(0.05)
         return x * factor
 
 chain = ConfigSelectorChain(
@@ -171,11 +173,11 @@ print("done", flush=True)
 """
 
 
-def start(directory, seconds):
+def start(directory, until):
     """Another process that measures the same call, with the cache in this directory."""
     paths = [str(Path(ejkernel.__file__).parents[1]), str(Path(__file__).parents[1])]
     process = subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", PROGRAM, str(seconds)],
+        [sys.executable, "-W", "error", "-c", PROGRAM, str(until)],
         stdout=subprocess.PIPE,
         text=True,
         env=os.environ
@@ -188,13 +190,15 @@ def start(directory, seconds):
 
 @pytest.mark.slow
 def test_two_processes_may_measure_the_same_call_and_one_of_them_may_die(tmp_path):
-    killed, *others = [start(tmp_path, seconds) for seconds in (60, 1, 1)]
+    cache, until = tmp_path / "cache", tmp_path / "until"
+    killed, *others = [start(cache, until) for _ in range(3)]
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
+    until.touch()
     for process in others:
         said, _ = process.communicate(timeout=120)
         assert (process.returncode, said.split()[-1]) == (0, "done")
-    with settings.override(cache_dir=tmp_path):
+    with settings.override(cache_dir=cache):
         ((_, config),) = PersistentCache("scale").items()
     assert config["block"] in (64, 128)
-    assert {x.name for x in tmp_path.iterdir()} <= {"scale.json", "scale.json.lock"}
+    assert {x.name for x in cache.iterdir()} <= {"scale.json", "scale.json.lock"}
