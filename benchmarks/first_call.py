@@ -7,8 +7,10 @@ python benchmarks/first_call.py --profile causal_grad            where the time 
 
 Every case runs in a process of its own with caches of its own: import, trace and lower, compile,
 first run. Programs are those that XLA compiled during the call; one is the caller's own. Shapes are
-not in the shipped tables. Peers compute the same call by `jax.nn.dot_product_attention`: cuDNN's
-kernels on a GPU, plain XLA elsewhere.
+not in the shipped tables. The case `search` is what `ejkernel.autotune` takes for the gradient of
+the case `causal`: the whole search of the forward and backward passes, in the column `first call`.
+Peers compute the same call by `jax.nn.dot_product_attention`: cuDNN's kernels on a GPU, plain XLA
+elsewhere.
 """
 
 import argparse
@@ -182,6 +184,7 @@ _FORWARD = (causal, window, packed, bias, blocksparse, grouped, peer, tokamax)
 CASES: dict[str, tuple[Callable[[], Any], bool]] = {
     **{f.__name__: (f, False) for f in (*_FORWARD, paged)},
     **{f"{f.__name__}_grad": (f, True) for f in (*_FORWARD, layers)},
+    "search": (causal, True),
 }
 
 
@@ -210,6 +213,19 @@ def one(name: str, profile: bool) -> dict[str, Any]:
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, seconds, **_: compiled.append(seconds) if event == COMPILED else None
     )
+    if name == "search":
+        import ejkernel
+
+        searching = time.perf_counter()
+        tuned = ejkernel.autotune(function, *arguments)
+        return {
+            "case": name,
+            "backend": begun - start,
+            "import": imported - begun,
+            "first call": time.perf_counter() - searching,
+            "programs": len(compiled),
+            "passes": len(tuned.entries),
+        }
     tracing = cProfile.Profile()
     times = [time.perf_counter()]
     if profile:
@@ -281,7 +297,7 @@ def main() -> None:
         if "failed" in row:
             print(f"{name:18} failed", flush=True)
             continue
-        seconds = "".join(f"{row[column]:12.2f}" for column in COLUMNS)
+        seconds = "".join(f"{row[x]:12.2f}" if x in row else " " * 12 for x in COLUMNS)
         print(f"{name:18}{seconds}{row['programs']:10d}", flush=True)
     if options.json:
         options.json.write_text(json.dumps({"policy": options.policy, "cases": rows}, indent=1))

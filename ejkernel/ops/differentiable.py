@@ -49,7 +49,7 @@ class Rule(NamedTuple):
 
     Attributes:
         passes: the passes of the call.
-        anew: those of a call of other shapes, or on another device than expected.
+        reselect: those of a call of other shapes, or on another device than expected.
         xla: the passes that forward mode differentiates; raises where there are none.
         partitionable: the passes that XLA itself can split over devices; raises likewise.
         device: the device that `passes` were chosen for; None: they run anywhere.
@@ -57,7 +57,7 @@ class Rule(NamedTuple):
 
     op: Op
     passes: Passes
-    anew: Callable[[Device | None], Passes]
+    reselect: Callable[[Device | None], Passes]
     xla: Callable[[], Passes]
     partitionable: Callable[[], Passes]
     device: Device | None = None
@@ -76,11 +76,11 @@ def apply(rule: Rule, inputs: CallInputs) -> PyTree:
 
 
 def _stage(rule: Rule, name: str, **rules: Any) -> Stage:
-    """A pass of the call; the choice is made anew for other shapes."""
+    """A pass of the call; it is selected again for other shapes."""
     return Stage(
         op=rule.op,
         run=getattr(rule.passes, name),
-        anew=lambda device: getattr(rule.anew(device), name),
+        reselect=lambda device: getattr(rule.reselect(device), name),
         partitionable=lambda: getattr(rule.partitionable(), name),
         device=rule.device,
         **rules,
@@ -89,7 +89,7 @@ def _stage(rule: Rule, name: str, **rules: Any) -> Stage:
 
 def _by_xla(rule: Rule, run: Callable[..., PyTree], **rules: Any) -> Stage:
     """A derivative of the passes of XLA."""
-    again = {"anew": lambda device: run, "partitionable": lambda: run}
+    again = {"reselect": lambda device: run, "partitionable": lambda: run}
     return Stage(op=rule.op, run=run, device=None, **again, **rules)
 
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from ejkernel.ops import executor, recording
@@ -18,6 +19,7 @@ from ejkernel.ops.platform import default_device, target
 from ejkernel.ops.registry import kernel_registry
 
 _STATIC = frozenset({type(None), bool, int, float, str})
+_TRACED = "dropout_seed"  # an integer that is an operand of the program, not a part of its key
 _LEAST_AXES = 3  # of an array whose values nobody looks at
 _MOST_KEPT = 4096  # programs of a function
 NOT_COMPILED: Final = object()
@@ -31,8 +33,12 @@ class EagerPrograms:
         self._programs: dict[tuple[Hashable, ...], Callable[..., Any]] = {}
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The results of a call; `NOT_COMPILED` where its arguments or its context matter more."""
+        """The results of a call; `NOT_COMPILED` if the call cannot be cached by shape."""
         arrays: list[jax.Array] = []
+        traced: dict[str, np.ndarray] = {}
+        if type(seed := kwargs.get(_TRACED)) is int:
+            traced = {_TRACED: np.array(seed & 0xFFFFFFFF, np.uint32).astype(np.int32)}
+            kwargs = {name: x for name, x in kwargs.items() if name != _TRACED}
         key: list[Hashable] = [len(args), *kwargs]
         for x in (*args, *kwargs.values()):
             if (part := _described(x, arrays)) is None:
@@ -41,12 +47,12 @@ class EagerPrograms:
         context = _context(arrays)
         if context is None:
             return NOT_COMPILED
-        program = self._programs.get(found := (*key, *context))
+        program = self._programs.get(found := (*key, *traced, *context))
         if program is None:
             if len(self._programs) >= _MOST_KEPT:
                 self._programs.clear()
             program = self._programs[found] = self._compiled(args, kwargs)
-        return program(arrays)
+        return program(arrays, traced)
 
     def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
         leaves = [None if _is_concrete(x) else x for x in (*args, *kwargs.values())]
@@ -54,12 +60,12 @@ class EagerPrograms:
         count, names = len(args), tuple(kwargs)
 
         @jax.jit
-        def program(arrays: list[jax.Array]) -> Any:
+        def program(arrays: list[jax.Array], traced: dict[str, jax.Array]) -> Any:
             merged = list(leaves)
             for place, x in zip(places, arrays, strict=True):
                 merged[place] = x
             rest = dict(zip(names, merged[count:], strict=True))
-            return self._function(*merged[:count], **rest)
+            return self._function(*merged[:count], **rest, **traced)
 
         return program
 

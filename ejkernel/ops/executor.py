@@ -15,6 +15,7 @@ from jaxtyping import PyTree
 from ejkernel.errors import PerformanceWarning, UnsupportedError
 from ejkernel.ops import differentiable, recording, sharded, symbolic
 from ejkernel.ops.cache import ConfigCache
+from ejkernel.ops.capture import CallCapture, CapturedCall
 from ejkernel.ops.config import Config
 from ejkernel.ops.implementation import CallInputs, CallSpec, Choice, Op
 from ejkernel.ops.invocation import Invocation
@@ -113,7 +114,8 @@ class Executor:
             compiled = self._compile(op, inputs, spec, request, device)
             self._compiled[key] = compiled
         elif self.chooser.on_event is not None or recording.active():
-            # Somebody is watching: let the chain speak again, it ends in the same choice.
+            # An `on_event` callback or recorder is active: repeat the selection so that it is
+            # notified.
             self._choose(Invocation(op, inputs, spec, device, request.platform), request)
         return compiled(*leaves)
 
@@ -123,11 +125,10 @@ class Executor:
             kwargs.pop("cfg", None)
             op, arrays, call = kernel.bind(args, kwargs)
             return Invocation(op, arrays, call, device_of(jax.tree.leaves(arrays)))
-        captor = _Captor()
         try:
-            with use(captor):
+            with use(CallCapture(_DEFAULT.run)):
                 kernel(*args, **kwargs)
-        except _Captured as captured:
+        except CapturedCall as captured:
             return captured.invocation
         raise ValueError(f"{kernel!r} made no call.")
 
@@ -162,11 +163,9 @@ class Executor:
                     "Executor.compile: the call differs in structure from the example."
                 )
             for is_dynamic, x, expected in zip(is_array, given, leaves, strict=True):
-                if is_dynamic or x is expected:
-                    continue
-                if _is_array(x) or x != expected:
+                if not is_dynamic and (_is_array(x) or not _is_same(x, expected)):
                     raise ValueError(
-                        "Executor.compile: what is no array is compiled into the function; the "
+                        "Executor.compile: non-array arguments are fixed at compile time; the "
                         f"example had {expected!r}, got {x!r}."
                     )
             return run([x for a, x in zip(is_array, given, strict=True) if a])
@@ -213,7 +212,7 @@ class Executor:
         rule = differentiable.Rule(
             op=op,
             passes=self._passes(op, spec, request, device, choice),
-            anew=functools.partial(self._anew, op, spec, request, device),
+            reselect=functools.partial(self._reselect, op, spec, request, device),
             xla=functools.partial(self._xla_passes, op, spec, request, device),
             partitionable=functools.partial(
                 self._partitionable_passes, op, spec, request, device, choice
@@ -257,7 +256,7 @@ class Executor:
 
         return differentiable.Passes(value, with_residuals, backward)
 
-    def _anew(
+    def _reselect(
         self, op: Op, spec: CallSpec, request: Request, expected: Device, device: Device | None
     ) -> differentiable.Passes:
         """The passes of a call of other shapes, or on another device than expected.
@@ -355,6 +354,13 @@ def _is_array(x: object) -> bool:
     return hasattr(x, "dtype") and hasattr(x, "shape")
 
 
+def _is_same(x: object, expected: object) -> bool:
+    """Whether one constant stands for the other: 3 differs from 3.0, a NaN equals a NaN."""
+    if x is expected:
+        return True
+    return type(x) is type(expected) and (x == expected or (x != x and expected != expected))
+
+
 def _with_mesh(op: Op, leaves: list[Any], request: Request) -> Request:
     """The request with the mesh of the context, or with the mesh and specs of the types."""
     if request.mesh is not None or not op.operands:  # a user's kernel, which JAX splits by itself
@@ -401,29 +407,10 @@ def _check_platform(op: Op, platform: str | None) -> None:
         )
 
 
-class _Captured(BaseException):
-    """Carries a call out of the function that would have made it."""
-
-    def __init__(self, invocation: Invocation) -> None:
-        super().__init__()
-        self.invocation = invocation
-
-
-class _Captor(Executor):
-    """Runs nothing: hands back the call."""
-
-    def __init__(self) -> None:
-        super().__init__(ConfigSelectorChain(ConfigCache()))
-
-    def run(self, op: Op, inputs: CallInputs, spec: CallSpec, request: Request) -> Any:
-        if op.auxiliary:
-            return _DEFAULT.run(op, inputs, spec, request)
-        device = device_of(jax.tree.leaves(inputs))
-        raise _Captured(Invocation(op, inputs, spec, device, request.platform))
-
-
 _DEFAULT = Executor(ConfigSelectorChain(ConfigCache(), persistent=functools.cache(PersistentCache)))
-_CURRENT: contextvars.ContextVar[Executor] = contextvars.ContextVar("executor", default=_DEFAULT)
+_CURRENT: contextvars.ContextVar[Executor | CallCapture] = contextvars.ContextVar(
+    "executor", default=_DEFAULT
+)
 
 
 def default_executor() -> Executor:
@@ -431,13 +418,13 @@ def default_executor() -> Executor:
     return _DEFAULT
 
 
-def current_executor() -> Executor:
+def current_executor() -> Executor | CallCapture:
     """The executor under which the functions of `ejkernel.modules` run here."""
     return _CURRENT.get()
 
 
 @contextlib.contextmanager
-def use(executor: Executor) -> Iterator[None]:
+def use(executor: Executor | CallCapture) -> Iterator[None]:
     """Let the functions of `ejkernel.modules` run under `executor` for a block."""
     token = _CURRENT.set(executor)
     try:

@@ -21,7 +21,7 @@ CallInputs = tuple[Any, ...]
 CallSpec = Hashable
 # Every argument there is, and those to come: for implementations that are tested with all of them.
 ALL_FEATURES: Final = "all"
-_MOST_RIVALS = 3  # that a first call compares with the heuristic
+_MOST_AT_FIRST_CALL = 3  # candidates that a first call compares with the heuristic
 
 
 def _no_objection(inputs: CallInputs, spec: CallSpec, device: Device) -> str | None:
@@ -67,9 +67,9 @@ class Pass:
         why_not: the reason why it does not support a call, or None.
         heuristic: the parameters expected to be fastest.
         candidates: parameters worth timing in a search.
-        rivals: parameters that a model expects to take at most 5 % longer than the heuristic's, the
-            most promising first: a first call compares up to three of them. Without a model, the
-            first candidates.
+        first_call_candidates: parameters that a model expects to take at most 5 % longer than the
+            heuristic's, the most promising first: a first call compares up to three of them with
+            it. Without a model a first call compares nothing.
         nondeterministic: parameters that are faster still, but do not give the same bits in every
             run; `platform="auto"` uses them, a platform chosen by name does not.
         yields_to: platforms that are preferred to this one, whatever the order of the sources.
@@ -80,7 +80,7 @@ class Pass:
     why_not: Callable[[Any, Any, Device], str | None] = _no_objection
     heuristic: Callable[[Any, Any, Device], Any] = _no_parameters
     candidates: Callable[[Any, Any, Device], Sequence[Any]] | None = None
-    rivals: Callable[[Any, Any, Device], Sequence[Any]] | None = None
+    first_call_candidates: Callable[[Any, Any, Device], Sequence[Any]] | None = None
     nondeterministic: Callable[[Any, Any, Device], Any] = _no_parameters
     yields_to: Callable[[Any, Any, Device], frozenset[Platform]] = _yields_to_none
 
@@ -110,14 +110,14 @@ class Pass:
         guess = self.guess(inputs, spec, device, deterministic)
         return _distinct([guess, self.heuristic(inputs, spec, device), *others])
 
-    def contenders(
+    def first_call_choices(
         self, inputs: CallInputs, spec: CallSpec, device: Device, deterministic: bool = True
     ) -> list[Any]:
-        """The guess and its rivals, at most three: what a first call compares."""
-        model = self.rivals or self.candidates
-        rivals = model(inputs, spec, device) if model else ()
-        found = _distinct([self.guess(inputs, spec, device, deterministic), *rivals])
-        return found[: 1 + _MOST_RIVALS]
+        """What a first call compares: the guess and at most three others."""
+        model = self.first_call_candidates
+        others = model(inputs, spec, device) if model else ()
+        found = _distinct([self.guess(inputs, spec, device, deterministic), *others])
+        return found[: 1 + _MOST_AT_FIRST_CALL]
 
 
 def _distinct(found: Sequence[Any]) -> list[Any]:

@@ -5,6 +5,8 @@ import contextlib
 import dataclasses
 import functools
 import os
+import queue
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +21,7 @@ from ejkernel.ops.invocation import Invocation
 from ejkernel.ops.platform import Device, Platform
 
 _EPS = float(np.finfo(np.float32).eps)
+_Future = concurrent.futures.Future[Callable[..., Any]]
 
 
 def runner(inv: Invocation, choice: Choice) -> jax.stages.Wrapped:
@@ -27,7 +30,8 @@ def runner(inv: Invocation, choice: Choice) -> jax.stages.Wrapped:
     def run(*arguments: PyTree) -> PyTree:
         if inv.direction == "backward" and inv.op.rarely_used_outputs:
             *others, d_outputs = arguments
-            # Made in here: a compiler that sees zeros leaves out what they make superfluous.
+            # Created inside of the traced function on purpose: XLA sees constant zeros, as in a
+            # training step that does not use these outputs, and removes what only they need.
             zeros = {
                 name: jnp.zeros_like(getattr(d_outputs, name))
                 for name in inv.op.rarely_used_outputs
@@ -44,24 +48,47 @@ def compiled_together(
 ) -> Iterator[list[Callable[[], Callable[..., Any]]]]:
     """For each run a function that gives it compiled, or raises why it cannot be.
 
-    For an accelerator the host compiles several at once; all of them are traced here, because
-    JAX keeps its settings per thread.
+    For an accelerator the host compiles several at once, in daemon threads, for which Python does
+    not wait at exit; all of them are traced here, because JAX keeps its settings per thread.
     """
     if device.platform == "cpu":
         yield [lambda run=run: run for run in runs]
         return
-    pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1)
+    waiting: queue.SimpleQueue[tuple[_Future, Callable[[], Any]] | None] = queue.SimpleQueue()
+    threads = min(os.cpu_count() or 1, len(runs))
+    for _ in range(threads):
+        name = "ejkernel-compile"
+        threading.Thread(target=_work, args=(waiting,), name=name, daemon=True).start()
+    futures: list[_Future] = []
 
     def begin(run: jax.stages.Wrapped) -> Callable[[], Callable[..., Any]]:
         try:
-            return pool.submit(run.lower(*arguments).compile).result
+            compile_ = run.lower(*arguments).compile
         except Exception as error:
             return functools.partial(_raise, error)
+        futures.append(future := concurrent.futures.Future())
+        waiting.put((future, compile_))
+        return future.result
 
     try:
         yield [begin(run) for run in runs]
     finally:  # after Ctrl-C, what has not begun is not compiled
-        pool.shutdown(wait=False, cancel_futures=True)
+        for future in futures:
+            future.cancel()
+        for _ in range(threads):
+            waiting.put(None)
+
+
+def _work(waiting: "queue.SimpleQueue[tuple[_Future, Callable[[], Any]] | None]") -> None:
+    """Compute what is waiting, until there is None."""
+    while (task := waiting.get()) is not None:
+        future, compute = task
+        if not future.set_running_or_notify_cancel():
+            continue
+        try:
+            future.set_result(compute())
+        except BaseException as error:
+            future.set_exception(error)
 
 
 def _raise(error: Exception) -> Any:
@@ -120,28 +147,43 @@ def _sample(inv: Invocation) -> CallInputs:
     )
 
 
+class DeviceBlockedError(TimeoutError):
+    """A run on an accelerator did not end in time; what follows would wait behind it."""
+
+
+class WrongResultError(Exception):
+    """Why a result cannot be right."""
+
+
+def trusted_runs(inv: Invocation, choices: list[Choice]) -> list[jax.stages.Wrapped]:
+    """XLA's pass, and the same at full precision; for a user's own kernel that of its heuristic."""
+    plain = runner(inv, by_xla(inv) or choices[0])
+    if inv.op.differentiable_by_jax:
+        return [plain]
+
+    def exact(*arguments: PyTree) -> PyTree:
+        with jax.default_matmul_precision("highest"):
+            return plain(*_widened(arguments))
+
+    return [plain, jax.jit(exact)]
+
+
 class ResultCheck:
-    """Compares a candidate with XLA at full precision; a user's own kernel with its heuristic."""
+    """Compares results of candidates with trusted ones.
+
+    Args:
+        inv: the call.
+        trusted: the results of `trusted_runs`; without any, the first result is trusted.
+    """
 
     exact: list[jax.Array] | None
 
-    def __init__(
-        self,
-        inv: Invocation,
-        choices: list[Choice],
-        arguments: tuple[Any, ...],
-        computed: Callable[..., Any],
-    ) -> None:
+    def __init__(self, inv: Invocation, trusted: list[PyTree]) -> None:
         self.floor = _EPS * (32 if inv.direction == "forward" else 128)
-        trusted = by_xla(inv) or choices[0]
-        try:
-            plain = exact = _arrays(computed(runner(inv, trusted), *arguments))
-            if not inv.op.differentiable_by_jax:
-                with jax.default_matmul_precision("highest"):
-                    exact = _arrays(computed(runner(inv, trusted), *_widened(arguments)))
-            self._learn(plain, exact)
-        except Exception:  # then there is nothing to compare with: the first that runs is trusted
-            self.exact = None
+        self.exact = None
+        if trusted:
+            plain, *others = map(_arrays, trusted)
+            self._learn(plain, others[0] if others else plain)
 
     def _learn(self, plain: list[jax.Array], exact: list[jax.Array]) -> None:
         """What is right, and how far from it a result may be."""
@@ -150,13 +192,13 @@ class ResultCheck:
         for one, other in zip(plain, exact, strict=True):
             eps = max(self.floor, 64 * _resolution(one)) if one is other else self.floor
             largest = _largest(other)
-            # XLA may round a result alone; what computes in the same type also rounds what it is
-            # made of: a place of the largest number, in addition to the half of the result itself.
+            # Allow one ulp of the largest value for rounded intermediates, plus half an ulp for the
+            # result.
             last_place = _resolution(one) * 2.0 ** np.floor(np.log2(largest)) if largest else 0.0
             rounding = max(2 * _distance(one, other), 1.5 * last_place)
             self.allowed.append(rounding + eps * largest)
 
-    def objection(self, result: PyTree) -> str | None:
+    def mismatch(self, result: PyTree) -> str | None:
         """Why the result cannot be right, or None."""
         actual = _arrays(result)
         if self.exact is None:
@@ -181,24 +223,25 @@ def by_xla(inv: Invocation) -> Choice | None:
     return Choice(source, run, run.heuristic(inputs, inv.spec, inv.device))
 
 
-def difference(result: PyTree, expected: PyTree) -> str | None:
-    """How two results of one pass differ beyond their rounding, or None.
-
-    Both come from kernels of this package, which the test suite has compared with the definition:
-    this finds one that fails on this device or for these sizes.
-    """
-    ours, theirs = _arrays(result), _arrays(expected)
-    measured = [(float(gap), float(size)) for gap, size in _gaps(ours, theirs)]
-    for x, (gap, size) in zip(ours, measured, strict=True):
-        allowed = 4 * max(_resolution(x), 128 * _EPS) * size
-        if not gap <= allowed:
-            return f"is off by {gap:.2e} where {allowed:.2e} is allowed"
-    return None
+def is_deterministic(inv: Invocation, choice: Choice) -> bool:
+    """Whether the choice is declared to give the same bits in every run: docs/determinism.md."""
+    if choice.source.platform not in (Platform.PALLAS, Platform.TRITON) or not inv.op.reference:
+        return False
+    varying = choice.run.nondeterministic(inv.inputs, inv.spec, inv.device)
+    return varying is None or choice.params != varying
 
 
 @jax.jit
-def _gaps(ours: list[jax.Array], theirs: list[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
-    return [(_gap(x, y), _size(y)) for x, y in zip(ours, theirs, strict=True)]
+def same_bits(result: PyTree, other: PyTree) -> jax.Array:
+    """Whether two results are equal bit by bit."""
+    pairs = zip(_arrays(result), _arrays(other), strict=True)
+    return jnp.array([(_bits(x) == _bits(y)).all() for x, y in pairs]).all()
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
 
 
 def _arrays(tree: PyTree) -> list[jax.Array]:

@@ -46,8 +46,8 @@ class Stage:
     Attributes:
         op: whose axis letters say how it is batched and split.
         run: the function.
-        anew: the function for arrays of other shapes or for another device, with a choice of its
-            own.
+        reselect: the function for arrays of other shapes or for another device, with a choice of
+            its own.
         partitionable: the function in operations that XLA itself can split over devices.
         device: the device that `run` was chosen for; None: it runs anywhere.
         sums: whether a result that lacks a split letter is a sum over it, as a gradient is.
@@ -58,7 +58,7 @@ class Stage:
 
     op: Op
     run: Callable[..., PyTree]
-    anew: Callable[[Device | None], Callable[..., PyTree]]
+    reselect: Callable[[Device | None], Callable[..., PyTree]]
     partitionable: Callable[[], Callable[..., PyTree]]
     device: Device | None
     sums: bool = False
@@ -214,7 +214,7 @@ def _lower(context: Any, *values: Any, call: _Call, jaxpr: ClosedJaxpr | None) -
     if device is not None:
         actual = _actual_device(call.stage.op, device, module)
         if (actual.platform, actual.kind) != (device.platform, device.kind):
-            run, device, jaxpr = call.stage.anew(actual), actual, None
+            run, device, jaxpr = call.stage.reselect(actual), actual, None
     function = call.flat(run) if jaxpr is None else core.jaxpr_as_fun(jaxpr)
     if partitioned.over_several_devices(module.axis_context):
         if {backend_of(name) for name in module.platforms} & partitioned.WITHOUT_RULES:
@@ -252,7 +252,7 @@ def _actual_device(op: Op, expected: Device, module: Any) -> Device:
 def _partitioning(call: _Call, device: Device | None, leaves: Sequence[Any]) -> partitioned.Rule:
     trees = call.trees(leaves)
     letters = axes.of_leaves(jax.tree.unflatten(call.results, call.shapes))
-    op, run = call.stage.op, call.stage.anew(device)
+    op, run = call.stage.op, call.stage.reselect(device)
 
     def local(starts: Mapping[str, Any], *leaves: Any) -> list[Any]:
         of_share = lambda inputs, *rest: run(op.share(inputs, starts), *rest)

@@ -154,9 +154,9 @@ class ConfigSelectorChain:
         return choice
 
     def _measured(self, inv: Invocation, supported: Supported) -> Choice | None:
-        """The fastest of the heuristic and its rivals; of a user's kernel, of all candidates."""
+        """The fastest of what a first call compares; of a user's kernel, of all candidates."""
         own = inv.op.reference is None
-        choices = _choices(inv, supported) if own else _contenders(inv, *supported[0])
+        choices = _choices(inv, supported) if own else _first_call_choices(inv, *supported[0])
         here = inv.device.fingerprint == device_fingerprint()
         if len(choices) < 2 or not here or _several_processes():
             return None
@@ -181,7 +181,7 @@ class ConfigSelectorChain:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """One thread measures at a time; a call inside of what is measured does not wait.
+        """One thread measures at a time. Nested calls do not take the lock.
 
         The measurement runs in a thread of its own, with the context of the one that waits for it.
         """
@@ -276,9 +276,9 @@ def _choices(inv: Invocation, supported: Supported) -> list[Choice]:
     ]
 
 
-def _contenders(inv: Invocation, source: Source, chosen: Pass) -> list[Choice]:
-    """The heuristic of the preferred platform and its rivals."""
-    found = chosen.contenders(inv.inputs, inv.spec, inv.device, _deterministic(inv))
+def _first_call_choices(inv: Invocation, source: Source, chosen: Pass) -> list[Choice]:
+    """The heuristic of the preferred platform and what its model expects to be close."""
+    found = chosen.first_call_choices(inv.inputs, inv.spec, inv.device, _deterministic(inv))
     return [Choice(source, chosen, params) for params in found]
 
 

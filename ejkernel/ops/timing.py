@@ -21,6 +21,7 @@ _SAMPLE_SECONDS = 2e-3
 _SAMPLE_SECONDS_AWAY = 20e-3
 _MOST_REPEATS = 200
 _LEAST_SAMPLES = 5  # of which a median and its uncertainty say something
+_NOISE = 0.02  # of the median of fewer samples, whose spread says too little
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +35,9 @@ class Measurement:
     @classmethod
     def of(cls, samples: Sequence[float]) -> "Measurement":
         """The statistics of these samples, in seconds."""
-        if len(samples) < 2:
-            return cls(samples[0], samples[0])
+        if len(samples) < _LEAST_SAMPLES:
+            median = statistics.median(samples)
+            return cls(min(samples), median, max(_NOISE * median, max(samples) - median))
         first, median, third = statistics.quantiles(samples, n=4, method="inclusive")
         # The notches of a box plot: a 95 % interval of the median.
         return cls(min(samples), median, 1.57 * (third - first) / math.sqrt(len(samples)))
@@ -75,29 +77,33 @@ def interleaved(
     """Time several functions of the same arguments, their samples interleaved.
 
     A device that warms up or slows down does so for all of them. Sampling stops as soon as the
-    intervals that hold the medians no longer overlap, at the latest after `seconds`, but not before
-    each function has five samples; one that is three times slower than the fastest has one.
+    intervals that hold the medians no longer overlap, for which each function needs five samples,
+    at the latest after `seconds` and one sample of each. A function that is three times slower than
+    the fastest has one.
 
     Args:
         functions: compiled.
         args: their arguments.
         seconds: for all functions together.
     """
+    start = time.perf_counter()
     samplers, firsts = zip(*(_Sampler.of(fn, args) for fn in functions), strict=True)
     samples = [[first] for first in firsts]
-    contenders = [i for i, first in enumerate(firsts) if first <= 3 * min(firsts)]
-    for i in contenders:
-        samples[i].clear()  # of one call, which waits for the device
-    start = time.perf_counter()
+    near = [i for i, first in enumerate(firsts) if first <= 3 * min(firsts)]
+    for i in near:
+        if samplers[i].repeats > 1:
+            samples[i].clear()  # of one short call, which is mostly launching and waiting
     while True:
-        for i in contenders:
-            samples[i].append(samplers[i]())
+        for i in near:
+            if not samples[i] or time.perf_counter() - start <= seconds:
+                samples[i].append(samplers[i]())
         found = [Measurement.of(x) for x in samples]
-        if len(samples[contenders[0]]) < _LEAST_SAMPLES:
+        if time.perf_counter() - start > seconds:
+            return found
+        if min(len(samples[i]) for i in near) < _LEAST_SAMPLES:
             continue
-        best = min(contenders, key=lambda i: found[i].median)
-        decided = all(is_faster(found[best], found[i]) for i in contenders if i != best)
-        if decided or time.perf_counter() - start > seconds:
+        best = min(near, key=lambda i: found[i].median)
+        if all(is_faster(found[best], found[i]) for i in near if i != best):
             return found
 
 
@@ -176,7 +182,7 @@ def outside_trace(fn: Callable[[], _Result], seconds: float | None = None) -> _R
 
     thread = threading.Thread(target=run, name="ejkernel-outside-trace", daemon=True)
     thread.start()
-    thread.join(seconds)
+    thread.join(None if seconds is None else min(seconds, threading.TIMEOUT_MAX))
     if thread.is_alive():
         raise TimeoutError(f"it did not end within {seconds:g} s")
     if errors:

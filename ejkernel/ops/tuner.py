@@ -18,18 +18,26 @@ from ejkernel.ops import timing
 from ejkernel.ops.implementation import Choice
 from ejkernel.ops.invocation import Invocation
 from ejkernel.ops.measuring import (
+    DeviceBlockedError,
     ResultCheck,
+    WrongResultError,
     by_xla,
     compiled_together,
-    difference,
+    is_deterministic,
     random_arguments,
     runner,
+    same_bits,
+    trusted_runs,
 )
-from ejkernel.ops.platform import Platform
+from ejkernel.ops.platform import Platform, default_device
 
 _COMPARING_SECONDS = 0.4  # of timing, for a few candidates
+# Plain XLA takes up to some hundred times as long as a kernel: a first call does not wait for it
+# where the heuristic's configuration takes this many seconds.
+_LONG_RUN = 5e-3
 _HOPELESS = 3.0  # times the best so far
 _NEAR = 1.25  # a platform whose guess is slower than that by no more is worth looking at closely
+_Compiled = Callable[[], Callable[..., Any]]  # gives a compiled function, or raises
 
 
 class Tuned(NamedTuple):
@@ -70,8 +78,9 @@ class Tuner:
             tune on one device at the same time share it.
         report: called after each candidate; None prints a line to stderr, as
             `EJKERNEL_AUTOTUNE_PROGRESS` says.
-        timeout: seconds after which a candidate that is still being compiled, or still runs, is
-            dropped.
+        timeout: seconds for each step of a candidate: to compile it, to run it, to time it. One
+            that takes longer is dropped. An accelerator may still be busy with it if it was
+            running: then nothing else is measured.
     """
 
     def __init__(
@@ -107,9 +116,9 @@ class Tuner:
 
     def _computed(self, run: jax.stages.Wrapped, *arguments: object) -> Any:
         """The results of a jitted function, computed while the device is held."""
-        compiled = run.lower(*arguments).compile()
+        compiled = self.within_time(lambda: run.lower(*arguments).compile())
         with self.device_lock:
-            return jax.block_until_ready(compiled(*arguments))
+            return self._on_device(compiled, *arguments)
 
     def within_time(self, function: Callable[..., Any], *args: object) -> Any:
         """The result of `function(*args)` on the device; a `TimeoutError` if it takes too long."""
@@ -117,13 +126,61 @@ class Tuner:
             lambda: jax.block_until_ready(function(*args)), seconds=self.timeout
         )
 
+    def _on_device(self, function: Callable[..., Any], *args: Any) -> Any:
+        """`within_time` for what runs on the device."""
+        try:
+            return self.within_time(function, *args)
+        except TimeoutError as error:
+            if default_device().platform == "cpu":
+                raise
+            raise DeviceBlockedError(str(error)) from None
+
+    def _result_check(
+        self, inv: Invocation, trusted: list[_Compiled], arguments: tuple[Any, ...]
+    ) -> ResultCheck:
+        """The check against trusted results, or against the first result if there are none."""
+        try:
+            runs = [self.within_time(compiled) for compiled in trusted]
+            with self.device_lock:
+                return ResultCheck(inv, [self._on_device(run, *arguments) for run in runs])
+        except DeviceBlockedError:
+            raise
+        except Exception:
+            return ResultCheck(inv, [])
+
+    def checked(
+        self,
+        inv: Invocation,
+        choice: Choice,
+        compiled: _Compiled,
+        arguments: tuple[Any, ...],
+        check: ResultCheck,
+    ) -> Callable[..., Any]:
+        """The compiled candidate; an error if it does not run or its results are wrong."""
+        run = self.within_time(compiled)
+        with self.device_lock:
+            result = self._on_device(run, *arguments)
+            if (mismatch := check.mismatch(result)) is not None:
+                raise WrongResultError(mismatch)
+            if is_deterministic(inv, choice) and not same_bits(
+                result, self._on_device(run, *arguments)
+            ):
+                raise WrongResultError("gives other bits in a second run")
+        return run
+
+    def timed(self, run: Callable[..., Any], arguments: tuple[Any, ...], best: float) -> float:
+        """`time_candidate` while the device is held, within the time limit."""
+        with self.device_lock:
+            return self._on_device(self.time_candidate, run, arguments, best)
+
     def autotune(self, inv: Invocation, choices: list[Choice]) -> Tuned | None:
         """The fastest of `choices` that runs and agrees; None when none does."""
         return timing.outside_trace(functools.partial(self._autotune, inv, choices))
 
     def _autotune(self, inv: Invocation, choices: list[Choice]) -> Tuned | None:
         arguments = random_arguments(inv, self._computed, by_xla)
-        check = ResultCheck(inv, choices, arguments, self._computed)
+        with compiled_together(trusted_runs(inv, choices), arguments, inv.device) as trusted:
+            check = self._result_check(inv, trusted, arguments)
         search = _Search(self, inv, arguments, check)
         groups: dict[int, list[Choice]] = {}
         for choice in choices:
@@ -136,7 +193,7 @@ class Tuner:
         search.total = len(ordered) + len(others)
         search.run(others)
         if search.dropped:
-            _warn_of_dropped(inv, len(choices), search.dropped)
+            _warn_of_dropped(inv, len(choices), search.dropped, search.blocked)
         if not search.measured:
             return None
         best, seconds = min(search.measured, key=lambda pair: pair[1])
@@ -145,8 +202,8 @@ class Tuner:
     def compare(self, inv: Invocation, choices: list[Choice]) -> Tuned | None:
         """The fastest of a few choices, timed interleaved until it is clear which that is.
 
-        All are compiled side by side. The first is trusted: results are compared with its, and it
-        wins unless another one is faster by more than the noise.
+        All are compiled side by side and checked against XLA. The first wins unless another one is
+        faster by more than the noise.
         """
         if settings.shows_autotuning():
             print(
@@ -159,35 +216,47 @@ class Tuner:
 
     def _compare(self, inv: Invocation, choices: list[Choice]) -> Tuned | None:
         arguments = random_arguments(inv, self._computed, _preferred)
-        runs = [runner(inv, choice) for choice in choices]
+        trusted = trusted_runs(inv, choices)
+        runs = [*trusted, *(runner(inv, choice) for choice in choices)]
         right: list[tuple[Choice, Callable[..., Any]]] = []
         dropped: list[tuple[Choice, str]] = []
-        expected: Any = None
+        blocked = False
         with compiled_together(runs, arguments, inv.device) as compiled_runs:
-            for choice, compiled in zip(choices, compiled_runs, strict=True):
+            reference, candidates = compiled_runs[: len(trusted)], compiled_runs[len(trusted) :]
+            if self._takes_long(candidates[0], arguments):
+                reference = []
+            check = self._result_check(inv, reference, arguments)
+            for choice, compiled in zip(choices, candidates, strict=True):
                 try:
-                    run = self.within_time(compiled)
-                    with self.device_lock:
-                        result = self.within_time(run, *arguments)
-                        reason = None if expected is None else difference(result, expected)
-                    expected = result if expected is None else expected
+                    right.append((choice, self.checked(inv, choice, compiled, arguments, check)))
                 except Exception as error:  # a candidate that fails is dropped
-                    reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-                if reason is None:
-                    right.append((choice, run))
-                else:
-                    dropped.append((choice, reason))
+                    dropped.append((choice, _reason(error)))
+                    if blocked := isinstance(error, DeviceBlockedError):
+                        break
         if dropped:
-            _warn_of_dropped(inv, len(choices), dropped)
-        if not right:
+            _warn_of_dropped(inv, len(choices), dropped, blocked)
+        if blocked or not right:
             return None
         with self.device_lock:
-            seconds = timing.interleaved([run for _, run in right], arguments, _COMPARING_SECONDS)
+            candidates = [run for _, run in right]
+            seconds = self._on_device(timing.interleaved, candidates, arguments, _COMPARING_SECONDS)
         measured = [(choice, one.median) for (choice, _), one in zip(right, seconds, strict=True)]
         best = min(range(len(right)), key=lambda i: seconds[i].median)
         if not timing.is_faster(seconds[best], seconds[0]):
             best = 0
         return Tuned(*measured[best], measured, dropped)
+
+    def _takes_long(self, compiled: _Compiled, arguments: tuple[Any, ...]) -> bool:
+        """Whether one run takes so long that XLA's would delay a first call."""
+        try:
+            run = self.within_time(compiled)
+            with self.device_lock:
+                measure = functools.partial(timing.measure, iters=1)
+                return self._on_device(measure, run, *arguments).best > _LONG_RUN
+        except DeviceBlockedError:
+            raise
+        except Exception:
+            return False
 
 
 def _preferred(inv: Invocation) -> Choice | None:
@@ -199,11 +268,21 @@ def _preferred(inv: Invocation) -> Choice | None:
     return Choice(source, run, run.heuristic(inv.inputs, inv.spec, inv.device))
 
 
-def _warn_of_dropped(inv: Invocation, count: int, dropped: list[tuple[Choice, str]]) -> None:
+def _reason(error: Exception) -> str:
+    """Why a candidate is dropped."""
+    if isinstance(error, WrongResultError):
+        return str(error)
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+def _warn_of_dropped(
+    inv: Invocation, count: int, dropped: list[tuple[Choice, str]], blocked: bool
+) -> None:
     said = "; ".join(f"{describe(choice)} ({reason})" for choice, reason in dropped)
+    end = " Nothing else is measured: the device may still be busy." if blocked else ""
     warnings.warn(
         f"{inv.op.identifier(inv.direction)}: dropped {len(dropped)} of {count} candidates while "
-        f"tuning: {said}.",
+        f"tuning: {said}.{end}",
         TuningWarning,
         stacklevel=3,
     )
@@ -220,6 +299,7 @@ class _Search:
         self.total = 0
         self.measured: list[tuple[Choice, float]] = []
         self.dropped: list[tuple[Choice, str]] = []
+        self.blocked = False
 
     @property
     def _best(self) -> float:
@@ -231,25 +311,25 @@ class _Search:
         return not seconds or seconds[0] <= _NEAR * self._best
 
     def run(self, choices: list[Choice]) -> None:
-        inv, arguments = self._inv, self._arguments
+        if self.blocked:
+            return
+        inv, arguments, tuner = self._inv, self._arguments, self._tuner
         runs = [runner(inv, choice) for choice in choices]
         with compiled_together(runs, arguments, inv.device) as compiled_runs:
             for choice, compiled in zip(choices, compiled_runs, strict=True):
                 try:
-                    run, seconds = self._tuner.within_time(compiled), None
-                    with self._tuner.device_lock:
-                        result = self._tuner.within_time(run, *arguments)
-                        reason = self._check.objection(result)
-                        if reason is None:
-                            seconds = self._tuner.time_candidate(run, arguments, self._best)
+                    run = tuner.checked(inv, choice, compiled, arguments, self._check)
+                    seconds = tuner.timed(run, arguments, self._best)
                 except Exception as error:  # a candidate that fails is dropped
-                    reason, seconds = f"{type(error).__name__}: {error}".partition("\n")[0], None
-                if seconds is None:
-                    self.dropped.append((choice, reason or ""))
+                    self.dropped.append((choice, _reason(error)))
+                    self.blocked = isinstance(error, DeviceBlockedError)
+                    outcome = f"dropped: {_reason(error)}"
                 else:
                     self.measured.append((choice, seconds))
-                outcome = f"dropped: {reason}" if seconds is None else _milliseconds(seconds)
-                self._tuner.report(self._progress(choice, outcome))
+                    outcome = _milliseconds(seconds)
+                tuner.report(self._progress(choice, outcome))
+                if self.blocked:
+                    return
 
     def _progress(self, choice: Choice, outcome: str) -> Progress:
         """The state of the search after a candidate."""

@@ -55,7 +55,7 @@ def test_a_result_is_entered_twice_and_in_several_threads():
         with tuned:
             assert current_overlay(key) == 64
         assert current_overlay(key) == 64
-    both = threading.Barrier(2)
+    both = threading.Barrier(2, timeout=60)
 
     def inside():
         with tuned:

@@ -39,7 +39,7 @@ def batchable(run, pair):
     stage = Stage(
         op=Op(name="pairs", sources=[]),
         run=run,
-        anew=lambda device: run,
+        reselect=lambda device: run,
         partitionable=lambda: run,
         device=None,
         jvp=lambda trees, tangents: (None, None),

@@ -43,6 +43,19 @@ def test_the_function_runs_once_for_each_kind_of_call():
     assert len(ran) == 5
 
 
+def test_another_dropout_seed_needs_no_other_program(compilations):
+    """Of an integer the last 32 bits count, with or without a program."""
+    call = lambda x, seed: ejkernel.flash_attention(x, x, x, dropout_prob=0.5, dropout_seed=seed)
+    x = X[:, :16]
+    first = call(x, 3)
+    compilations.clear()
+    others = [call(x, seed) for seed in (-3, 2**31, 2**32 + 3)]
+    assert not compilations
+    assert not (others[0] == first).all()
+    np.testing.assert_array_equal(others[2], first)
+    np.testing.assert_allclose(others[1], call(x, jnp.int32(-(2**31))), rtol=1e-6)
+
+
 def test_a_pair_a_single_number_and_a_tuple_of_one_are_told_apart():
     eager, ran = programs()
     for factor in (5, (5,), (5, 5), (5.0,), (True,)):

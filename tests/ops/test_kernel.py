@@ -300,6 +300,16 @@ def test_compile_gives_a_function_of_the_arrays(watched):
         run(X, factor=4.0)
     with pytest.raises(ValueError, match=r"the example had 3\.0, got array\(\[3"):
         run(X, factor=np.full(2, 3.0))
+    with pytest.raises(ValueError, match=r"the example had 3\.0, got 3\."):
+        run(X, factor=3)  # of another type, which gives a result of another dtype
+
+
+def test_compile_takes_a_nan_for_the_nan_of_the_example(watched):
+    executor, _ = watched
+    run = executor.compile(Scale(), X, factor=float("nan"), cfg=ScaleConfig())
+    assert np.isnan(run(X, factor=float("nan"))).all()
+    with pytest.raises(ValueError, match="non-array arguments are fixed at compile time"):
+        run(X, factor=1.0)
 
 
 def test_the_platform_variant_runs_on_its_platform(watched):

@@ -3,9 +3,12 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
+import threading
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from conformance.cases import as_shapes
 
@@ -23,6 +26,7 @@ from ejkernel.ops import (
     Executor,
     Tuner,
     measuring,
+    tuner,
 )
 from ejkernel.ops.config import BwdParams, Config, FwdParams
 from ejkernel.ops.executor import Request
@@ -177,7 +181,7 @@ def test_tuning_finds_the_best_of_each_pass():
     assert [name for name, _ in events].count("autotune_start") == 2
 
 
-def with_rivals(run, count, rivals=None):
+def with_candidates(run, count, at_first_call=None):
     """Flash attention by one pass that has so many candidates besides its heuristic."""
     sizes = [FwdParams(q_blocksize=8 * (i + 1)) for i in range(count + 1)]
     one = Pass(
@@ -185,7 +189,9 @@ def with_rivals(run, count, rivals=None):
         features=frozenset(),
         heuristic=lambda *call: sizes[0],
         candidates=lambda *call: sizes,
-        rivals=None if rivals is None else lambda *call: [sizes[i] for i in rivals],
+        first_call_candidates=(
+            None if at_first_call is None else lambda *call: [sizes[i] for i in at_first_call]
+        ),
     )
     sources = [Source(Platform.PALLAS, Backend.ANY, Implementation(forward=one)), OP.sources[-1]]
     return dataclasses.replace(calls(OP)[0], op=OP.renamed("flash_attention", sources=sources))
@@ -205,37 +211,171 @@ class Comparing(Tuner):
 
 
 @pytest.mark.parametrize(
-    ("rivals", "compared"),
-    [(None, [[8, 16, 24, 32]]), ((5, 2), [[8, 48, 24]]), ((), [])],
-    ids=["without a model", "with a model", "no rival"],
+    ("at_first_call", "compared"),
+    [(None, []), ((5, 2), [[8, 48, 24]]), ((5, 4, 3, 2), [[8, 48, 40, 32]]), ((), [])],
+    ids=["without a model", "two are close", "four are close", "none is close"],
 )
-def test_a_first_call_compares_the_heuristic_with_three_rivals_at_most(rivals, compared):
-    call, tuner = with_rivals(xla.run_forward, 6, rivals), Comparing()
-    chooser = executor(tuner, []).chooser
+def test_a_first_call_compares_the_heuristic_with_three_others_at_most(at_first_call, compared):
+    """Those that a model expects to be close; without a model the heuristic is used."""
+    call, comparing = with_candidates(xla.run_forward, 6, at_first_call), Comparing()
+    chooser = executor(comparing, []).chooser
     chosen = chooser.choose(call).params.q_blocksize
-    assert tuner.compared == compared
+    assert comparing.compared == compared
     assert chosen == (compared[0][-1] if compared else 8)
     assert chooser.choose(call).params.q_blocksize == chosen  # known by now
-    assert len(tuner.compared) == len(compared)
+    assert len(comparing.compared) == len(compared)
 
 
-def test_rivals_that_fail_or_disagree_are_dropped():
+def test_candidates_of_a_first_call_that_fail_or_disagree_are_dropped():
     def run(inputs, spec, params):
         if params.q_blocksize == 16:
             raise RuntimeError("does not compile")
         out, lse = xla.run_forward(inputs, spec, FwdParams(q_blocksize=8, kv_blocksize=8))[0]
         return Outputs(out + (params.q_blocksize == 24), lse), Outputs(out, lse)
 
-    call = with_rivals(run, 3)
+    call = with_candidates(run, 3, (1, 2, 3))
     with pytest.warns(TuningWarning, match="dropped 2 of 4.*does not compile.*off by"):
         choice = executor(Tuner(), []).chooser.choose(call)
     assert choice.params.q_blocksize in (8, 32)
 
 
-def test_the_line_about_a_comparison_says_how_to_forbid_it(capsys):
-    call = with_rivals(
-        lambda i, s, p: xla.run_forward(i, s, FwdParams(q_blocksize=8, kv_blocksize=8)), 1
+EIGHT = FwdParams(q_blocksize=8, kv_blocksize=8)
+
+
+def faulty_at(size, fault):
+    """A forward pass whose output goes through `fault` where its block has this size."""
+
+    def run(inputs, spec, params):
+        out, lse = xla.run_forward(inputs, spec, EIGHT)[0]
+        out = fault(out) if params.q_blocksize == size else out
+        return Outputs(out, lse), Outputs(out, lse)
+
+    return run
+
+
+def by_first_call(tuner, call):
+    return executor(tuner, []).chooser.choose(call).params.q_blocksize
+
+
+def by_search(tuner, call):
+    call = dataclasses.replace(call, platform="pallas")
+    tuned = executor(tuner, []).chooser.tune(call)
+    assert tuned is not None
+    return tuned.best.params.q_blocksize
+
+
+def test_a_wrong_heuristic_does_not_drop_the_candidates_that_are_right(monkeypatch):
+    monkeypatch.setattr(tuner, "_LONG_RUN", float("inf"))
+    call = with_candidates(faulty_at(8, lambda out: out + 0.1), 2, (1, 2))
+    with pytest.warns(TuningWarning, match=r"dropped 1 of 3 .*pallas q_blocksize=8 \(is off by"):
+        assert by_first_call(Tuner(), call) in (16, 24)
+
+
+def test_a_first_call_that_takes_long_is_compared_with_its_heuristic(monkeypatch):
+    """XLA would take much longer still."""
+    monkeypatch.setattr(tuner, "_LONG_RUN", 0.0)
+    call = with_candidates(faulty_at(8, lambda out: out + 0.1), 2, (1, 2))
+    with pytest.warns(TuningWarning, match="dropped 2 of 3"):
+        assert by_first_call(Tuner(), call) == 8
+
+
+@pytest.mark.parametrize("chosen_by", [by_first_call, by_search])
+def test_a_candidate_that_gives_other_bits_in_a_second_run_is_dropped(chosen_by):
+    runs = itertools.count()
+
+    def unstable(out):
+        last_place = jax.ShapeDtypeStruct((), out.dtype)
+        return out + jax.pure_callback(lambda: np.float32(1e-6 * (next(runs) % 2)), last_place)
+
+    call = with_candidates(faulty_at(8, unstable), 2, (1, 2))
+    with pytest.warns(TuningWarning, match=r"q_blocksize=8 \(gives other bits in a second run"):
+        assert chosen_by(Tuner(), call) in (16, 24)
+
+
+def test_a_candidate_that_is_declared_nondeterministic_may_give_other_bits():
+    call = calls(OP)[0]
+    source = Source(Platform.PALLAS, Backend.ANY, Implementation())
+    run = Pass(
+        run=xla.run_forward, features=frozenset(), nondeterministic=lambda *call: FwdParams()
     )
+    declared = lambda params: measuring.is_deterministic(call, Choice(source, run, params))
+    assert not declared(FwdParams())
+    assert declared(EIGHT)
+    by_xla = Source(Platform.XLA, Backend.ANY, Implementation())  # which promises nothing
+    assert not measuring.is_deterministic(call, Choice(by_xla, run, EIGHT))
+
+
+class Impatient(Tuner):
+    """Waits only a second for candidate 16 when it does one of its steps."""
+
+    def __init__(self, step):
+        super().__init__(timeout=60.0)
+        self.step = step
+
+    def checked(self, inv, choice, *rest):
+        self.size = choice.params.q_blocksize
+        self.timeout = 1.0 if (self.step, self.size) == ("checked", 16) else 60.0
+        return super().checked(inv, choice, *rest)
+
+    def timed(self, *given):
+        self.timeout = 1.0 if (self.step, self.size) == ("timed", 16) else 60.0
+        return super().timed(*given)
+
+
+@pytest.fixture
+def hanging():
+    """Fault of a candidate that runs so many times, then hangs until the test ends."""
+    until = threading.Event()
+
+    def after(runs):
+        number = itertools.count()
+
+        def wait(out):
+            if next(number) >= runs:
+                until.wait(120)
+            return out
+
+        return lambda out: jax.pure_callback(wait, jax.ShapeDtypeStruct(out.shape, out.dtype), out)
+
+    yield after
+    until.set()
+    for thread in threading.enumerate():
+        if thread.name == "ejkernel-outside-trace":
+            thread.join(60)
+
+
+HANGS = [(by_first_call, "checked", 0), (by_search, "checked", 0), (by_search, "timed", 2)]
+
+
+@pytest.mark.parametrize(("chosen_by", "step", "runs"), HANGS)
+def test_a_candidate_that_hangs_while_it_runs_is_dropped(hanging, chosen_by, step, runs):
+    call = with_candidates(faulty_at(16, hanging(runs)), 2, (1, 2))
+    with pytest.warns(TuningWarning, match=r"dropped 1 of 3 .*=16 \(TimeoutError: it did not end"):
+        assert chosen_by(Impatient(step), call) in (8, 24)
+
+
+@pytest.mark.parametrize(("chosen_by", "step", "runs"), HANGS)
+def test_nothing_is_measured_behind_a_candidate_that_blocks_the_device(
+    hanging, chosen_by, step, runs, monkeypatch
+):
+    """The best so far is used, or the heuristic; here they are the same."""
+    gpu = Device("gpu", "NVIDIA H200", (9, 0), "NVIDIA H200|absent")
+    monkeypatch.setattr(tuner, "default_device", lambda: gpu)
+    traced, fault = [], hanging(runs)
+
+    def run(inputs, spec, params):
+        traced.append(params.q_blocksize)
+        return faulty_at(16, fault)(inputs, spec, params)
+
+    call = with_candidates(run, 2, (1, 2))
+    with pytest.warns(TuningWarning, match=r"=16 \(DeviceBlockedError: .* Nothing else is meas"):
+        assert chosen_by(Impatient(step), call) == 8
+    assert 24 not in traced
+
+
+def test_the_line_about_a_comparison_says_how_to_forbid_it(capsys):
+    run = lambda i, s, p: xla.run_forward(i, s, FwdParams(q_blocksize=8, kv_blocksize=8))
+    call = with_candidates(run, 1, (1,))
     with settings.override(autotune_progress=True):
         executor(Tuner(), []).chooser.choose(call)
     (line,) = capsys.readouterr().err.splitlines()
@@ -407,8 +547,8 @@ def test_a_result_that_is_rounded_to_the_other_side_is_no_wrong_one():
     plain = exact.astype(jnp.bfloat16)
     judge._learn([plain], [exact])
     place = 2.0**-6  # of bfloat16 numbers between 2 and 4
-    assert judge.objection([plain + jnp.array([place, 0], plain.dtype)]) is None
+    assert judge.mismatch([plain + jnp.array([place, 0], plain.dtype)]) is None
     # What lies between two numbers is rounded; a place from there is more than one from the truth.
     judge._learn([plain], [exact - jnp.array([0.2 * place, 0])])
-    assert judge.objection([plain + jnp.array([place, 0], plain.dtype)]) is None
-    assert "is off by" in (judge.objection([plain + jnp.array([2 * place, 0], plain.dtype)]) or "")
+    assert judge.mismatch([plain + jnp.array([place, 0], plain.dtype)]) is None
+    assert "is off by" in (judge.mismatch([plain + jnp.array([2 * place, 0], plain.dtype)]) or "")

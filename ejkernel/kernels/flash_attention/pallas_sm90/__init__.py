@@ -114,7 +114,7 @@ IMPLEMENTATION = Implementation(
         why_not=why_not,
         heuristic=configs.heuristic_forward,
         candidates=configs.candidates_forward,
-        rivals=configs.rivals_forward,
+        first_call_candidates=configs.first_call_candidates_forward,
     ),
     backward=Pass(
         run=run_backward,
@@ -122,7 +122,7 @@ IMPLEMENTATION = Implementation(
         why_not=why_not,
         heuristic=configs.heuristic_backward,
         candidates=configs.candidates_backward,
-        rivals=configs.rivals_backward,
+        first_call_candidates=configs.first_call_candidates_backward,
         nondeterministic=nondeterministic_backward,
         yields_to=backward_yields_to,
     ),

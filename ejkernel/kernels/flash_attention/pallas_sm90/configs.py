@@ -112,7 +112,7 @@ def candidates_forward(inputs: Inputs, spec: Spec, device: Device) -> list[FwdPa
     return [_forward_params(x) for x in tiles if x and _fits_registers(x, inputs)]
 
 
-def rivals_forward(inputs: Inputs, spec: Spec, device: Device) -> list[FwdParams]:
+def first_call_candidates_forward(inputs: Inputs, spec: Spec, device: Device) -> list[FwdParams]:
     """Tiles that may be faster than the heuristic's, by the waves of work items.
 
     A thread block processes so many work items one after the other; larger tiles are processed at a
@@ -362,7 +362,7 @@ def candidates_backward(inputs: Inputs, spec: Spec, device: Device) -> list[BwdP
     return list(dict.fromkeys(_backward_params(inputs, spec, params) for params in sizes))
 
 
-def rivals_backward(inputs: Inputs, spec: Spec, device: Device) -> list[BwdParams]:
+def first_call_candidates_backward(inputs: Inputs, spec: Spec, device: Device) -> list[BwdParams]:
     """Tiles that may be faster than the fused kernel, or than the heuristic's tiles."""
     if inputs.query.shape[2] >= _LARGE_GROUP * inputs.key.shape[2]:
         return [heuristic_backward(inputs, spec, device)]
