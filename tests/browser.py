@@ -6,10 +6,12 @@ import functools
 import http.server
 import json
 import os
+import select
 import shutil
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ _FLAGS = (
     "--hide-scrollbars",
     "--remote-debugging-pipe",
 )
-_SECONDS = 300
+_SECONDS = 60.0  # for a command, and for a page to load
 
 
 class Page:
@@ -37,6 +39,7 @@ class Page:
     def __init__(self, send: int, receive: int) -> None:
         self._send, self._receive = send, receive
         self._number, self._buffer, self._session = 0, b"", ""
+        self._deadline = 0.0
         self.events: list[tuple[str, dict[str, Any]]] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
@@ -46,6 +49,7 @@ class Page:
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """One command of the DevTools protocol."""
+        self._deadline = time.monotonic() + _SECONDS
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters}
         if self._session:
@@ -60,6 +64,9 @@ class Page:
     def _next(self) -> dict[str, Any]:
         """The next message of the browser; an event is also kept."""
         while b"\0" not in self._buffer:
+            left = max(0.0, self._deadline - time.monotonic())
+            if not select.select([self._receive], [], [], left)[0]:
+                raise TimeoutError(f"the browser did not answer within {_SECONDS:.0f} s")
             received = os.read(self._receive, 1 << 20)
             if not received:
                 raise RuntimeError("the browser has ended")
@@ -89,6 +96,13 @@ class Page:
         if "exceptionDetails" in found:
             raise RuntimeError(f"{expression}: {found['exceptionDetails']}")
         return found["result"].get("value")
+
+    def wait_for(self, expression: str, expected: Any) -> Any:
+        """The value of an expression as soon as it is the expected one, or after some time."""
+        deadline = time.monotonic() + _SECONDS / 2
+        while (found := self.value(expression)) != expected and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return found
 
     def overflow(self) -> int:
         """Pixels by which the page is wider than the window."""
@@ -145,15 +159,15 @@ def browser() -> Iterator[Page]:
         )
         os.close(read)
         os.close(write)
-        watchdog = threading.Timer(_SECONDS, process.kill)
-        watchdog.daemon = True
-        watchdog.start()
         try:
             yield Page(send, receive)
         finally:
-            watchdog.cancel()
             process.terminate()
-            process.wait(30)
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
             os.close(send)
             os.close(receive)
 
