@@ -7,6 +7,8 @@ TESTS ?= tests ejkernel
 WORKERS ?= auto
 # Which tests: the quick selection by default.
 MARKS ?= not gpu and not tpu and not slow
+# How many random calls `make test-random` compares.
+RANDOM_CALLS ?= 300
 EVIDENCE := benchmarks/results/evidence
 # The versions of Flax and Equinox, a group of pyproject.toml: integrations or integrations-oldest.
 INTEGRATIONS ?= integrations
@@ -20,11 +22,12 @@ stamp := $(VENV)/.installed
 pytest := $(bin)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadgroup -q
 on_cpu := JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1
 
-.PHONY: help demo test test-all test-rest test-tpu test-gpu test-integrations test-examples test-docs test-nightly test-package docs docs-serve sbom lint format bench tables clean
+.PHONY: help demo test test-all test-rest test-random test-tpu test-gpu test-integrations test-examples test-docs test-nightly test-package docs docs-serve sbom lint format bench tables clean
 help:
 	@echo "make demo          run every operation on this machine: checked, timed, compared with plain JAX"
 	@echo "make test          the quick test suite, minutes"
 	@echo "make test-all      the whole CPU suite: all workloads, dtypes and candidate configurations"
+	@echo "make test-random   300 random calls of all operations, compared with the reference"
 	@echo "make test-tpu      TPU kernels, interpreted and compiled by libtpu; needs no TPU"
 	@echo "make test-gpu      NVIDIA kernels, interpreted and compiled; needs no GPU"
 	@echo "make test-integrations  the drop-ins against Flax and Equinox, in an environment of their own"
@@ -52,6 +55,12 @@ test-all: test
 test-rest: MARKS = (slow or hypothesis) and not gpu and not tpu and not nightly
 test-rest: export EXAMPLES = all
 test-rest: test
+
+# The flags of XLA are those of tests/conftest.py: each program runs only a few times.
+test-random: $(stamp)-package
+	$(on_cpu) XLA_FLAGS="--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true \
+		--xla_cpu_parallel_codegen_split_count=1" \
+		$(bin)/ejkernel check --random $(RANDOM_CALLS) --platform xla --seed 1 --workers 2
 
 test-tpu: $(stamp)-tpu
 	PYTHONPATH=$(VENV)/tpu $(on_cpu) $(pytest) tests -m "tpu and not slow" $(ARGS)
@@ -108,7 +117,8 @@ docs-serve: $(VENV)-docs/.installed
 test-docs: docs
 	SITE=build/site $(pytest) -rs tests/docs/test_site.py $(ARGS)
 
-build/.examples: $(wildcard docs/*.md) README.md $(stamp)-test
+sources := $(shell find ejkernel -name "*.py")
+build/.examples: $(wildcard docs/*.md) README.md CONTRIBUTING.md $(sources) $(stamp)-test
 	$(pytest) tests/docs/test_documents.py -k our_documents
 	@mkdir -p build && touch $@
 

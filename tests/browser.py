@@ -9,6 +9,7 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -135,7 +136,7 @@ class Page:
         return [event["request"]["url"] for method, event in self.events if method == sent]
 
 
-def _program() -> str | None:
+def program() -> str | None:
     """The variable `CHROMIUM`, or the first browser that is installed."""
     names = (os.environ.get("CHROMIUM", ""), *_NAMES)
     return next(filter(None, (shutil.which(name) for name in names if name)), None)
@@ -144,7 +145,7 @@ def _program() -> str | None:
 @contextlib.contextmanager
 def browser() -> Iterator[Page]:
     """A page of a browser of its own; skips the test where none is installed."""
-    command = _program()
+    command = program()
     if command is None:
         pytest.skip(f"no browser: none of {', '.join(_NAMES)} is installed, CHROMIUM names none")
     (read, send), (receive, write) = os.pipe(), os.pipe()
@@ -187,3 +188,8 @@ def served(folder: Path) -> Iterator[str]:
             yield f"http://127.0.0.1:{server.server_port}"
         finally:
             server.shutdown()
+
+
+if __name__ == "__main__":
+    print(program() or "no browser")
+    sys.exit(program() is None)
