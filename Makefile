@@ -7,8 +7,6 @@ TESTS ?= tests ejkernel
 WORKERS ?= auto
 # Which tests: the quick selection by default.
 MARKS ?= not gpu and not tpu and not slow
-# How many random calls `make test-random` compares.
-RANDOM_CALLS ?= 300
 EVIDENCE := benchmarks/results/evidence
 # The versions of Flax and Equinox, a group of pyproject.toml: integrations or integrations-oldest.
 INTEGRATIONS ?= integrations
@@ -27,7 +25,7 @@ help:
 	@echo "make demo          run every operation on this machine: checked, timed, compared with plain JAX"
 	@echo "make test          the quick test suite, minutes"
 	@echo "make test-all      the whole CPU suite: all workloads, dtypes and candidate configurations"
-	@echo "make test-random   300 random calls of all operations, compared with the reference"
+	@echo "make test-random   random calls of all operations, compared with the reference; minutes"
 	@echo "make test-tpu      TPU kernels, interpreted and compiled by libtpu; needs no TPU"
 	@echo "make test-gpu      NVIDIA kernels, interpreted and compiled; needs no GPU"
 	@echo "make test-integrations  the drop-ins against Flax and Equinox, in an environment of their own"
@@ -56,11 +54,9 @@ test-rest: MARKS = (slow or hypothesis) and not gpu and not tpu and not nightly
 test-rest: export EXAMPLES = all
 test-rest: test
 
-# The flags of XLA are those of tests/conftest.py: each program runs only a few times.
-test-random: $(stamp)-package
-	$(on_cpu) XLA_FLAGS="--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true \
-		--xla_cpu_parallel_codegen_split_count=1" \
-		$(bin)/ejkernel check --random $(RANDOM_CALLS) --platform xla --seed 1 --workers 2
+# With those of `make test-rest` and `make test-tpu`, 300 calls on XLA and 60 of interpreted TPU kernels.
+test-random: $(stamp)-test
+	$(on_cpu) $(pytest) tests/conformance/test_random_calls.py -m nightly $(ARGS)
 
 test-tpu: $(stamp)-tpu
 	PYTHONPATH=$(VENV)/tpu $(on_cpu) $(pytest) tests -m "tpu and not slow" $(ARGS)
