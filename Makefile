@@ -20,11 +20,12 @@ stamp := $(VENV)/.installed
 pytest := $(bin)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadgroup -q
 on_cpu := JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1
 
-.PHONY: help demo test test-all test-rest test-tpu test-gpu test-integrations test-examples test-docs test-nightly test-package docs docs-serve sbom lint format bench tables clean
+.PHONY: help demo test test-all test-rest test-random test-tpu test-gpu test-integrations test-examples test-docs test-nightly test-package docs docs-serve sbom lint format bench tables clean
 help:
 	@echo "make demo          run every operation on this machine: checked, timed, compared with plain JAX"
 	@echo "make test          the quick test suite, minutes"
 	@echo "make test-all      the whole CPU suite: all workloads, dtypes and candidate configurations"
+	@echo "make test-random   random calls of all operations, compared with the reference; minutes"
 	@echo "make test-tpu      TPU kernels, interpreted and compiled by libtpu; needs no TPU"
 	@echo "make test-gpu      NVIDIA kernels, interpreted and compiled; needs no GPU"
 	@echo "make test-integrations  the drop-ins against Flax and Equinox, in an environment of their own"
@@ -52,6 +53,10 @@ test-all: test
 test-rest: MARKS = (slow or hypothesis) and not gpu and not tpu and not nightly
 test-rest: export EXAMPLES = all
 test-rest: test
+
+# With those of `make test-rest` and `make test-tpu`, 300 calls on XLA and 60 of interpreted TPU kernels.
+test-random: $(stamp)-test
+	$(on_cpu) $(pytest) tests/conformance/test_random_calls.py -m nightly $(ARGS)
 
 test-tpu: $(stamp)-tpu
 	PYTHONPATH=$(VENV)/tpu $(on_cpu) $(pytest) tests -m "tpu and not slow" $(ARGS)
@@ -108,7 +113,8 @@ docs-serve: $(VENV)-docs/.installed
 test-docs: docs
 	SITE=build/site $(pytest) -rs tests/docs/test_site.py $(ARGS)
 
-build/.examples: $(wildcard docs/*.md) README.md $(stamp)-test
+sources := $(shell find ejkernel -name "*.py")
+build/.examples: $(wildcard docs/*.md) README.md CONTRIBUTING.md $(sources) $(stamp)-test
 	$(pytest) tests/docs/test_documents.py -k our_documents
 	@mkdir -p build && touch $@
 

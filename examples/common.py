@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def text_of_the_documentation() -> np.ndarray:
-    """The pages of this repository's documentation as one array of bytes, the tokens."""
-    pages = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
-    return np.frombuffer(b"\n".join(page.read_bytes() for page in pages), np.uint8).astype(np.int32)
+def corpus() -> np.ndarray:
+    """The text of corpus.txt as an array of bytes, the tokens."""
+    text = Path(__file__).with_name("corpus.txt").read_bytes()
+    return np.frombuffer(text, np.uint8).astype(np.int32)
 
 
 def normalize(x: jax.Array) -> jax.Array:
@@ -27,6 +27,24 @@ def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
     left, right = x[..., :half], x[..., half:]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     return jnp.concatenate([left * cos - right * sin, left * sin + right * cos], axis=-1)
+
+
+def same_choice(
+    scores: np.ndarray, tokens: np.ndarray, tolerance: float = 0.0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Which tokens have the best score, and which others are near-ties: best up to `tolerance`.
+
+    Two programs that compute the same scores round them differently. Where the two best scores
+    are closer than the rounding errors, they may select different tokens.
+    """
+    chosen = np.take_along_axis(scores, np.asarray(tokens)[..., None], axis=-1)[..., 0]
+    behind = scores.max(-1) - chosen
+    return behind == 0, (behind > 0) & (behind <= tolerance)
+
+
+def near_ties(count: int) -> str:
+    """What a claim says about near-ties."""
+    return f" ({count} near-ties)" if count else ""
 
 
 def check(claim: str, holds: bool) -> None:

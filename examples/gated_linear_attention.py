@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from common import check, curve, normalize, table, text_of_the_documentation
+from common import check, corpus, curve, near_ties, normalize, same_choice, table
 
 from ejkernel import gla_attention, recurrent_attention
 
@@ -118,7 +118,7 @@ def main():
     size = SIZES[arguments.size]
     size["steps"] = arguments.steps or size["steps"]
 
-    text = text_of_the_documentation()
+    text = corpus()
     params = init(jax.random.key(0), **size)
     params, losses = train(params, text, RATES[arguments.size], **size)
     curve("loss in nats per byte", losses, arguments.plot)
@@ -135,8 +135,10 @@ def main():
     print(f"\ngenerated: {bytes(tokens[0, prompt.shape[1] :].tolist())!r}\n")
     claim = f"recurrent and chunked logits agree, up to {difference:.1e} of the largest"
     check(claim, difference < 1e-4)
-    greedy = in_chunks[:, prompt.shape[1] - 1 : -1].argmax(-1)
-    check("both select the same tokens", bool((greedy == tokens[:, prompt.shape[1] :]).all()))
+    scores = np.asarray(in_chunks[:, prompt.shape[1] - 1 : -1])
+    tolerance = 2e-4 * float(abs(in_chunks).max())  # two logits may differ
+    same, close = same_choice(scores, tokens[:, prompt.shape[1] :], tolerance)
+    check(f"both select the same tokens{near_ties(close.sum())}", bool((same | close).all()))
 
     cache = lambda context: context * 2 * 4 * size["width"] * size["layers"] // 2**10
     print(f"\ngenerating: {np.median(seconds) * 1e3:.2f} ms per token; memory in KiB, float32:")

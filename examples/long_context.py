@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from common import check, normalize, rotate, table, text_of_the_documentation
+from common import check, corpus, normalize, rotate, table
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -99,7 +99,7 @@ def main():
     shards, length = jax.device_count(), size["length"]
     mesh = Mesh(np.array(jax.devices()), ("sequence",))
 
-    text = text_of_the_documentation()[None, : length + 1]
+    text = corpus()[None, : length + 1]
     data = {"tokens": text[:, :-1], "labels": text[:, 1:], "positions": np.arange(length)[None]}
     params = init(jax.random.key(0), **size)
     attend = functools.partial(flash_attention, causal=True)

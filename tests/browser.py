@@ -6,10 +6,13 @@ import functools
 import http.server
 import json
 import os
+import select
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +31,7 @@ _FLAGS = (
     "--hide-scrollbars",
     "--remote-debugging-pipe",
 )
-_SECONDS = 300
+_SECONDS = 60.0  # for a command, and for a page to load
 
 
 class Page:
@@ -37,6 +40,7 @@ class Page:
     def __init__(self, send: int, receive: int) -> None:
         self._send, self._receive = send, receive
         self._number, self._buffer, self._session = 0, b"", ""
+        self._deadline = 0.0
         self.events: list[tuple[str, dict[str, Any]]] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
@@ -46,6 +50,7 @@ class Page:
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """One command of the DevTools protocol."""
+        self._deadline = time.monotonic() + _SECONDS
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters}
         if self._session:
@@ -60,6 +65,9 @@ class Page:
     def _next(self) -> dict[str, Any]:
         """The next message of the browser; an event is also kept."""
         while b"\0" not in self._buffer:
+            left = max(0.0, self._deadline - time.monotonic())
+            if not select.select([self._receive], [], [], left)[0]:
+                raise TimeoutError(f"the browser did not answer within {_SECONDS:.0f} s")
             received = os.read(self._receive, 1 << 20)
             if not received:
                 raise RuntimeError("the browser has ended")
@@ -89,6 +97,13 @@ class Page:
         if "exceptionDetails" in found:
             raise RuntimeError(f"{expression}: {found['exceptionDetails']}")
         return found["result"].get("value")
+
+    def wait_for(self, expression: str, expected: Any) -> Any:
+        """The value of an expression as soon as it is the expected one, or after some time."""
+        deadline = time.monotonic() + _SECONDS / 2
+        while (found := self.value(expression)) != expected and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return found
 
     def overflow(self) -> int:
         """Pixels by which the page is wider than the window."""
@@ -121,7 +136,7 @@ class Page:
         return [event["request"]["url"] for method, event in self.events if method == sent]
 
 
-def _program() -> str | None:
+def program() -> str | None:
     """The variable `CHROMIUM`, or the first browser that is installed."""
     names = (os.environ.get("CHROMIUM", ""), *_NAMES)
     return next(filter(None, (shutil.which(name) for name in names if name)), None)
@@ -130,7 +145,7 @@ def _program() -> str | None:
 @contextlib.contextmanager
 def browser() -> Iterator[Page]:
     """A page of a browser of its own; skips the test where none is installed."""
-    command = _program()
+    command = program()
     if command is None:
         pytest.skip(f"no browser: none of {', '.join(_NAMES)} is installed, CHROMIUM names none")
     (read, send), (receive, write) = os.pipe(), os.pipe()
@@ -145,15 +160,15 @@ def browser() -> Iterator[Page]:
         )
         os.close(read)
         os.close(write)
-        watchdog = threading.Timer(_SECONDS, process.kill)
-        watchdog.daemon = True
-        watchdog.start()
         try:
             yield Page(send, receive)
         finally:
-            watchdog.cancel()
             process.terminate()
-            process.wait(30)
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
             os.close(send)
             os.close(receive)
 
@@ -173,3 +188,8 @@ def served(folder: Path) -> Iterator[str]:
             yield f"http://127.0.0.1:{server.server_port}"
         finally:
             server.shutdown()
+
+
+if __name__ == "__main__":
+    print(program() or "no browser")
+    sys.exit(program() is None)

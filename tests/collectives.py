@@ -8,9 +8,10 @@ import numpy as np
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?(%[\w.-]+) \(.*?\{\n(.*?)^\}", re.DOTALL | re.MULTILINE)
 _COLLECTIVE = re.compile(
-    r" = (.*?) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\("
+    r" = (.*?) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(-start)?\("
 )
-_SHAPE = re.compile(r"([a-z]+)(\d+)\[([\d,]*)\]")
+_SHAPE = re.compile(r"(\w+)\[([^\]]*)\]")
+_BITS = re.compile(r"(?:bf|[fsuc])(\d+)")  # f32, f8e4m3fn, ..
 
 
 def executed(compiled: Any) -> list[tuple[str, int]]:
@@ -21,7 +22,7 @@ def executed(compiled: Any) -> list[tuple[str, int]]:
     def of(name: str) -> Iterator[tuple[str, int]]:
         for line in bodies[name].splitlines():
             if found := _COLLECTIVE.search(line):
-                yield found[2], _bytes(found[1])
+                yield found[2], _bytes(_result(*found.groups()))
             elif re.search(r" (?:while|conditional|call)\(", line):
                 trips = int((re.search(r'known_trip_count":\{"n":"(\d+)"', line) or [1, 1])[1])
                 for _ in range(trips):
@@ -54,6 +55,31 @@ def _called(line: str) -> list[str]:
     return called + (branches[1].split(", ") if branches else [])
 
 
+def _result(shape: str, kind: str, start: str | None) -> str:
+    """The shape of what a collective gives; these asynchronous ones also give their operands."""
+    if not (start and shape.startswith("(") and kind in ("all-gather", "collective-permute")):
+        return shape
+    depth, elements = 0, [""]
+    for character in shape[1:-1]:
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0:
+            elements.append("")
+        else:
+            elements[-1] += character
+    return elements[1]
+
+
 def _bytes(shape: str) -> int:
-    sizes = [(int(bits), dims.split(",")) for _, bits, dims in _SHAPE.findall(shape)]
-    return sum(bits // 8 * int(np.prod([int(x or 1) for x in dims])) for bits, dims in sizes)
+    arrays = _SHAPE.findall(shape)
+    if not arrays:
+        raise ValueError(f"no array in {shape!r}")
+    counts = ((name, [int(x) for x in dims.split(",") if x]) for name, dims in arrays)
+    return sum(-(-_bits(name) * int(np.prod(dims)) // 8) for name, dims in counts)
+
+
+def _bits(name: str) -> int:
+    if name == "pred":
+        return 8
+    if found := _BITS.match(name):
+        return int(found[1])
+    raise ValueError(f"unknown dtype {name!r}")

@@ -1,5 +1,6 @@
 """What builds and tests a release is pinned, and what the package consists of can be listed."""
 
+import email.message
 import importlib.util
 import io
 import json
@@ -56,6 +57,25 @@ def test_the_list_holds_what_the_package_requires():
     root = f"pkg:pypi/ejkernel@{PROJECT['project']['version']}"
     assert {x["ref"] for x in listed["dependencies"]} == references | {root}
     assert {y for x in listed["dependencies"] for y in x["dependsOn"]} == references
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "listed"),
+    [
+        ("License-Expression", "MIT OR " * 20 + "MIT", {"expression": "MIT OR " * 20 + "MIT"}),
+        ("License", "Apache 2.0", {"license": {"name": "Apache 2.0"}}),
+        ("License", "the whole text " * 20, None),
+        ("Name", "one", None),
+    ],
+)
+def test_an_spdx_expression_is_listed_as_one(monkeypatch, field, value, listed):
+    metadata = email.message.Message()
+    metadata["Version"] = "1.0"
+    metadata[field] = value
+    monkeypatch.setattr(sbom.importlib.metadata, "metadata", lambda _: metadata)
+    monkeypatch.setattr(sbom.importlib.metadata, "requires", lambda _: [])
+    component = sbom.document(sbom.installed("one", []), "one")["metadata"]["component"]
+    assert component.get("licenses") == (None if listed is None else [listed])
 
 
 FOUND = {"id": "PYSEC-1", "fixed_in": ["2.0"], "withdrawn": None}

@@ -16,12 +16,19 @@ _TIERS = {
     "tpu": ("of TPU kernels, interpreted and compiled", "make test-tpu"),
     "nightly": ("nightly: all workloads under transformations", "make test-nightly"),
     "slow": ("slow: all workloads, dtypes and candidates", "make test-all"),
-    None: ("of NVIDIA kernels, interpreted and compiled", "make test-gpu"),
+}
+# Whole files or environments that a run does not see, and so cannot count.
+_ELSEWHERE = {
+    "of NVIDIA kernels, interpreted and compiled": "make test-gpu",
+    "of the drop-ins for Flax and Equinox": "make test-integrations",
+    "of the scripts and notebooks in examples/": "make test-examples",
+    "of the documentation site": "make test-docs",
+    "of the package as a user installs it": "make test-package",
 }
 _LINES = (Path(__file__).parent / "slow.txt").read_text().splitlines()
 SLOW = frozenset(line for line in _LINES if not line.startswith("#"))
 _ACCELERATORS = re.compile("triton|cuda|gpu|tpu")
-_deselected: Counter[str | None] = Counter()
+_deselected: Counter[str] = Counter()
 
 
 def quick(values: Iterable[Any], *chosen: Any) -> list[Any]:
@@ -56,7 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
     for item in items:
-        if tier := next((x for x in _TIERS if x and item.get_closest_marker(x)), None):
+        if tier := next((x for x in _TIERS if item.get_closest_marker(x)), None):
             _deselected[tier] += 1
 
 
@@ -78,6 +85,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         return
     terminalreporter.section("not run")
     for name, (what, how) in _TIERS.items():
-        if _deselected[name] or name is None:  # whole files, not counted
-            count = _deselected[name] or ""
+        if count := _deselected[name]:
             terminalreporter.write_line(f"{count:>5} tests {what}: {how}")
+    for what, how in _ELSEWHERE.items():
+        terminalreporter.write_line(f"      tests {what}: {how}")

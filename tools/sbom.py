@@ -15,6 +15,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from importlib.metadata import PackageMetadata
 from typing import Any, NamedTuple
 
 from packaging.requirements import Requirement
@@ -29,7 +30,7 @@ class Package(NamedTuple):
 
     name: str
     version: str
-    license: str | None
+    license: dict[str, Any] | None  # an SPDX expression or a name, as CycloneDX has them
     requires: tuple[str, ...]
 
     @property
@@ -48,13 +49,20 @@ def installed(root: str, extras: Sequence[str]) -> list[Package]:
         name, wanted = one
         metadata = importlib.metadata.metadata(name)
         needed = list(_requirements(name, wanted))
-        named = metadata.get("License-Expression") or metadata.get("License")
-        named = named if named and len(named) < 80 else None  # some hold the whole text
         requires = {canonicalize_name(x.name) for x in needed}
         requires |= set(found[name].requires) if name in found else set()
-        found[name] = Package(name, metadata["Version"], named, tuple(sorted(requires)))
+        found[name] = Package(
+            name, metadata["Version"], _license(metadata), tuple(sorted(requires))
+        )
         waiting += [(canonicalize_name(x.name), tuple(x.extras)) for x in needed]
     return [found[name] for name in sorted(found)]
+
+
+def _license(metadata: PackageMetadata) -> dict[str, Any] | None:
+    if expression := metadata.get("License-Expression"):
+        return {"expression": expression}
+    name = metadata.get("License")
+    return {"license": {"name": name}} if name and len(name) < 80 else None  # or the whole text
 
 
 def _requirements(name: str, extras: Sequence[str]) -> list[Requirement]:
@@ -84,7 +92,7 @@ def document(packages: list[Package], root: str) -> dict[str, Any]:
 
 
 def _component(package: Package) -> dict[str, Any]:
-    licenses = {"licenses": [{"license": {"name": package.license}}]} if package.license else {}
+    licenses = {"licenses": [package.license]} if package.license else {}
     return {
         "type": "library",
         "bom-ref": package.purl,

@@ -25,7 +25,7 @@ def main() -> None:
     if missing:
         sys.exit(
             f"ejkernel: the command line needs {' and '.join(missing)}: "
-            "pip install 'ejkernel[cli]'."
+            "in a checkout of ejkernel, pip install '.[cli]'."
         )
     from ejkernel.cli.app import app
 

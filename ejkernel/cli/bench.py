@@ -79,7 +79,7 @@ def bench(
     ] = None,
 ) -> None:
     """Measure the figures of docs/benchmarks.md and compare them with their targets."""
-    output.check(json_path, "--json", folder=True)
+    output.check(None if json_path is None else _file(json_path), "--json")
     output.check(html_path, "--html")
     console = Console()
     if recorded:

@@ -17,7 +17,7 @@ from ejkernel.cli.oracle import Dtype
 from ejkernel.cli.outcome import Outcome as Outcome
 from ejkernel.cli.outcome import outcome_of
 from ejkernel.cli.random_calls import run as random_calls
-from ejkernel.cli.random_calls.run import Judged, Options
+from ejkernel.cli.random_calls.run import CallResult, Options
 from ejkernel.cli.subjects import Subject
 from ejkernel.ops import executor
 from ejkernel.ops.executor import Request
@@ -125,19 +125,32 @@ def check(
     ] = None,
 ) -> None:
     """Compare values and gradients with the reference on this machine."""
-    if random is not None:
-        if workload or dtype != "float32":
-            raise typer.BadParameter("--random draws the calls and the types of their arrays.")
-        wanted = random_calls.indices(first, random, [x.name for x in subjects.chosen(op)])
-        output.check(json_path, "--json")
-        _check_random(Options(seed, platform, gradients), wanted, workers, json_path)
-        return
-    given = {"--seed": seed, "--first": first, "--no-gradients": not gradients}
-    given |= {"--workers": workers > 1, "--json": json_path is not None}
-    for option in (name for name, value in given.items() if value):
-        raise typer.BadParameter("it is for random calls; use it with --random.", param_hint=option)
+    of_named = {"--workload": bool(workload), "--dtype": dtype != "float32"}
+    of_random = {"--seed": seed != 0, "--first": first != 0, "--no-gradients": not gradients}
+    of_random |= {"--workers": workers > 1, "--json": json_path is not None}
+    _check_options(random is not None, of_named, of_random)
     chosen = subjects.chosen(op)
-    _check_names(workload or [], chosen)
+    if random is not None:
+        output.check(json_path, "--json")
+        wanted = random_calls.indices(first, random, [x.name for x in chosen])
+        _check_random(Options(seed, platform, gradients), wanted, workers, json_path)
+    else:
+        _check_names(workload or [], chosen)
+        _check_named(_cases(chosen, platform, workload), dtype)
+
+
+def _check_options(random: bool, of_named: dict[str, bool], of_random: dict[str, bool]) -> None:
+    """Refuse options that are given, but belong to the other kind of calls."""
+    if random and any(of_named.values()):
+        raise typer.BadParameter("--random cannot be combined with --workload or --dtype.")
+    for option in (name for name, given in of_random.items() if given and not random):
+        raise typer.BadParameter("it is for random calls; use it with --random.", param_hint=option)
+
+
+def _cases(
+    chosen: list[Subject], platform: Platform | None, workload: list[str] | None
+) -> list[Case]:
+    """The named calls on the implementations that the options select; at least one."""
     cases = [
         Case(subject, source, call)
         for subject in chosen
@@ -148,6 +161,11 @@ def check(
     ]
     if not cases:
         raise typer.BadParameter("no implementation and named call match these options.")
+    return cases
+
+
+def _check_named(cases: list[Case], dtype: Dtype) -> None:
+    """Compare named calls and print a table; exit code 1 if one is wrong."""
     console = Console()
     counts: Counts = {}
     wrong = []
@@ -174,7 +192,7 @@ def _check_random(
     """Compare random calls; print, and record, those that are wrong as programs."""
     console = Console()
     counts: Counts = {}
-    wrong: list[Judged] = []
+    wrong: list[CallResult] = []
     with _progress(console) as progress:
         task = progress.add_task("", total=len(wanted))
         for call in random_calls.every(options, wanted, workers):
@@ -205,14 +223,14 @@ def _check_random(
         raise typer.Exit(1)
 
 
-def _sentence(one: Judged) -> str:
+def _sentence(one: CallResult) -> str:
     detail = " ".join(one.outcome.detail.split())
     return f"call {one.index}, {one.operation} {one.label}: {detail}"
 
 
 def _programs(
-    options: Options, wrong: list[Judged], workers: int, progress: Progress
-) -> Iterator[tuple[Judged, str]]:
+    options: Options, wrong: list[CallResult], workers: int, progress: Progress
+) -> Iterator[tuple[CallResult, str]]:
     """The program of the first wrong call of each operation and platform, minimised."""
     first = {(one.operation, one.platform): one for one in reversed(wrong)}
     task = progress.add_task("minimising", total=len(first), visible=bool(first))
@@ -220,7 +238,7 @@ def _programs(
         if workers == 1:
             yield one, random_calls.minimised(options, one)
         else:
-            yield one, random_calls.alone(random_calls.minimised, options, one)
+            yield one, random_calls.run_in_process(random_calls.minimised, options, one)
         progress.advance(task)
 
 
@@ -228,8 +246,8 @@ def _record(
     options: Options,
     wanted: list[int],
     counts: Counts,
-    wrong: list[Judged],
-    programs: dict[Judged, str],
+    wrong: list[CallResult],
+    programs: dict[CallResult, str],
 ) -> dict[str, Any]:
     """What `--json` writes; docs/cli.md documents the keys."""
     return provenance.provenance() | {

@@ -75,7 +75,7 @@ class Truth:
     ) -> list[Deviation]:
         truth, found = self._results(0)[part], []
         for i, (got, exact) in enumerate(zip(arrays(tree), truth, strict=True)):
-            # What cancels to zero is measured by the size of its neighbours.
+            # If the exact result is zero, the error is relative to the largest of all results.
             size = largest(exact) or max(map(largest, truth)) or 1.0
             error = distance(got, exact) / size if got.shape == exact.shape else float("inf")
             unavoidable = 0.0
@@ -168,17 +168,17 @@ def _of_floats(inputs: Any, gradients: Any) -> list[jax.Array]:
 
 
 def on_the_host() -> AbstractContextManager[object]:
-    """Where small operations, one by one, are compiled soonest, whatever the accelerator."""
-    if jax.default_backend() == "cpu":  # there already; to say so would compile all anew
+    """New arrays are on the CPU, which compiles many small operations faster than accelerators."""
+    if jax.default_backend() == "cpu":  # to set the device would compile everything again
         return contextlib.nullcontext()
     try:
         return jax.default_device(jax.local_devices(backend="cpu")[0])
-    except RuntimeError:  # JAX was told to leave it alone
+    except RuntimeError:  # JAX_PLATFORMS excludes the CPU
         return contextlib.nullcontext()
 
 
 def moved(tree: Tree) -> Tree:
-    """The arrays where new ones are made."""
+    """The arrays on the default device."""
     if jax.default_backend() == "cpu":
         return tree
     return jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), tree)

@@ -9,9 +9,9 @@ from ejkernel.errors import UnsupportedError
 
 
 class Outcome(NamedTuple):
-    """The result of one case; `excess` is how often the allowed error fits into that of a result.
+    """The result of one case; `excess` is the error of a wrong result over the allowed error.
 
-    An exception has an infinite excess.
+    It is infinite for an exception.
     """
 
     verdict: Literal["correct", "unsupported", "wrong"]

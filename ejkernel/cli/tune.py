@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.queues import SimpleQueue
@@ -153,7 +153,7 @@ def _failure(one: Pass, error: BaseException) -> Outcome:
 
 def _outcomes(
     task: Task, passes: list[Pass], workers: int, report: Report
-) -> Iterator[tuple[Pass, Outcome]]:
+) -> Generator[tuple[Pass, Outcome]]:
     """As they come, from this process or from several."""
     if workers == 1:
         yield from ((one, task(one, report)) for one in passes)
@@ -163,26 +163,35 @@ def _outcomes(
     with tempfile.TemporaryDirectory() as folder:
         task = dataclasses.replace(task, lock=Path(folder) / "device.lock")
         again = []
-        for one, outcome in _from_processes(task, passes, workers, report):
-            if isinstance(outcome, BrokenProcessPool):
-                again.append(one)
-            else:
-                yield one, outcome
-        # A process that died took those with it that waited: each gets one of its own.
-        for pass_ in again:
-            for one, outcome in _from_processes(task, [pass_], 1, report):
+        # Closed, and with it the processes, before the folder of the lock is removed.
+        with contextlib.closing(_from_processes(task, passes, workers, report)) as found:
+            for one, outcome in found:
                 if isinstance(outcome, BrokenProcessPool):
-                    outcome = _failure(one, outcome)
-                yield one, outcome
+                    again.append(one)
+                else:
+                    yield one, outcome
+        # One dead worker breaks the pool; retry unfinished passes in separate processes.
+        for pass_ in again:
+            with contextlib.closing(_from_processes(task, [pass_], 1, report)) as found:
+                for one, outcome in found:
+                    if isinstance(outcome, BrokenProcessPool):
+                        outcome = _failure(one, outcome)
+                    yield one, outcome
 
 
 def _from_processes(
     task: Task, passes: list[Pass], workers: int, report: Report
-) -> Iterator[tuple[Pass, Outcome | BrokenProcessPool]]:
+) -> Generator[tuple[Pass, Outcome | BrokenProcessPool]]:
     """The outcome of each pass, or `BrokenProcessPool` where a process died."""
     with _pool(workers, report) as pool:
+        under_way, unsubmitted = {}, []
         with _interrupts_held_back():
-            under_way = {pool.submit(_in_worker, task, one): one for one in passes}
+            for one in passes:
+                try:
+                    under_way[pool.submit(_in_worker, task, one)] = one
+                except BrokenProcessPool as error:  # a worker has died already
+                    unsubmitted.append((one, error))
+        yield from unsubmitted
         for done in as_completed(under_way):
             one, error = under_way[done], done.exception()
             if isinstance(error, BrokenProcessPool):
@@ -313,9 +322,22 @@ def tune(
         return
     if op.endswith(".py"):
         raise typer.BadParameter(f"{op} names no function: {op}:FUNCTION.")
+    folder = (output or SHIPPED) if ship else None
+    _tune_operation(Task(op, dtype, rounds), workload, seconds, workers, folder)
+
+
+def _tune_operation(
+    task: Task,
+    workload: list[str] | None,
+    seconds: float | None,
+    workers: int,
+    folder: Path | None,
+) -> None:
+    """Tune the named calls of an operation, for the user's cache or the tables of a folder."""
+    op = task.op
     subject = subjects.one(op)
     workloads = _workloads(subject, workload)
-    passes = _passes(subject, workloads, dtype)
+    passes = _passes(subject, workloads, task.dtype)
     console = Console()
     if not passes:
         kind = jax.devices()[0].device_kind
@@ -323,21 +345,21 @@ def tune(
         return
     if skipped := len(workloads) * len(subjects.DIRECTIONS) - len(passes):
         console.print(f"Passes with a single candidate, skipped: {skipped}", highlight=False)
-    until = None if seconds is None else time.time() + seconds
-    folder = (output or SHIPPED) if ship else None
+    if seconds is not None:
+        task = dataclasses.replace(task, until=time.time() + seconds)
     progress = TuningProgress(len(passes), console)
     paths: set[Path] = set()
     tuned = failed = 0
-    with progress.shown():
-        task = Task(op, dtype, rounds, until)
-        for one, outcome in _outcomes(task, passes, workers, progress.update):
+    outcomes = contextlib.closing(_outcomes(task, passes, workers, progress.update))
+    with progress.shown(), outcomes as found:
+        for one, outcome in found:
             progress.finish(str(one))
             console.print(outcome.said, markup=False, highlight=False)
             # After every pass: what has been measured stays, whenever tuning is stopped.
             paths |= _write(op, outcome.entries, folder)
             tuned += len(outcome.entries)
             failed += outcome.failed
-    _conclude(console, tuned, failed, paths, ship, workers)
+    _conclude(console, tuned, failed, paths, folder is not None, workers)
 
 
 def _tune_function(place: str, rounds: int) -> None:

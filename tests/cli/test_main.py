@@ -46,7 +46,9 @@ def test_without_its_packages_it_says_what_to_install():
     code = "import sys; sys.modules['typer'] = None; from ejkernel.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
-    assert done.stderr == "ejkernel: the command line needs typer: pip install 'ejkernel[cli]'.\n"
+    assert done.stderr == (
+        "ejkernel: the command line needs typer: in a checkout of ejkernel, pip install '.[cli]'.\n"
+    )
 
 
 def test_a_setting_without_a_valid_value_is_wrong_usage():

@@ -57,3 +57,34 @@ def test_a_failure_while_writing_is_a_sentence_and_keeps_the_file(tmp_path, monk
 
 def test_a_device_can_be_written():
     assert run("mask", "--causal", "--svg", "/dev/null").exit_code == 0
+
+
+def test_a_link_stays_a_link_and_its_file_is_written(tmp_path):
+    link, target = tmp_path / "mask.svg", tmp_path / "target"
+    target.write_text("before")
+    link.symlink_to(target)
+    assert run("mask", "--causal", "--svg", str(link)).exit_code == 0
+    assert link.is_symlink()
+    assert target.read_text().startswith("<svg")
+    assert {file.name for file in tmp_path.iterdir()} == {"mask.svg", "target"}
+
+
+@pytest.mark.usefixtures("_no_work")
+@pytest.mark.parametrize("command", OPTIONS)
+def test_a_file_in_a_read_only_folder_is_refused_before_the_work(command, tmp_path, monkeypatch):
+    path = tmp_path / "x.json"
+    path.write_text("before")
+    monkeypatch.setattr(output.os, "access", lambda where, mode: where != tmp_path)
+    shown = run(command, *OPTIONS[command], str(path))
+    assert shown.exit_code == 2
+    assert f"no permission for {tmp_path}." in sentence(shown)
+    assert path.read_text() == "before"
+
+
+@pytest.mark.usefixtures("_no_work")
+@pytest.mark.parametrize("name", ["x.json", ""])
+def test_a_folder_in_place_of_the_file_of_bench_is_refused_before_the_work(name, tmp_path):
+    (tmp_path / (name or "cpu.json")).mkdir()
+    shown = run("bench", *OPTIONS["bench"], str(tmp_path / name))
+    assert shown.exit_code == 2
+    assert "it is a folder." in sentence(shown)

@@ -18,7 +18,7 @@ from ejkernel.cli.random_calls import arrays, judge
 from ejkernel.cli.random_calls import run as random_calls
 from ejkernel.cli.random_calls.choices import fields_of
 from ejkernel.cli.random_calls.others import Pooling
-from ejkernel.cli.random_calls.run import Judged, Options, choices_of
+from ejkernel.cli.random_calls.run import CallResult, Options, choices_of
 from ejkernel.cli.random_calls.softmax import Flash
 from ejkernel.kernels import OPS
 from ejkernel.ops import kernel_registry
@@ -84,13 +84,13 @@ class TestDrawing:
 
     def test_redrawn_arrays_differ_and_lose_what_is_spoiled(self):
         make = lambda: arrays.nan_where(np.arange(4) > 2, arrays.normal(4, seed=1))
-        spoiled = make()
-        assert np.isnan(spoiled).tolist() == [False, False, False, True]
-        with arrays.drawn_again(0, spoiled=False):
-            np.testing.assert_array_equal(make()[:3], spoiled[:3])
+        nan_filled = make()
+        assert np.isnan(nan_filled).tolist() == [False, False, False, True]
+        with arrays.drawn_again(0, nan_filled=False):
+            np.testing.assert_array_equal(make()[:3], nan_filled[:3])
             assert np.isfinite(make()).all()
         with arrays.drawn_again(1):
-            assert (make()[:3] != spoiled[:3]).all()
+            assert (make()[:3] != nan_filled[:3]).all()
 
 
 class TestMinimising:
@@ -237,7 +237,7 @@ def test_right_kernels_are_counted_and_recorded(tmp_path):
 def test_what_is_printed_fits(columns, monkeypatch):
     """A program is printed as it is, to be pasted."""
     wrong = Outcome("wrong", "ValueError: " + "a long story " * 20)
-    one = Judged(7, OPS[7], "xla", "xla (any)", wrong)
+    one = CallResult(7, OPS[7], "xla", "xla (any)", wrong)
     monkeypatch.setattr(random_calls, "judged", lambda *_: [one])
     monkeypatch.setattr(random_calls, "minimised", lambda *_: "pass")
     shown = run("check", "--random", "2", columns=columns)
@@ -248,7 +248,7 @@ def test_what_is_printed_fits(columns, monkeypatch):
 def test_named_calls_and_random_calls_exclude_each_other():
     shown = run("check", "--random", "2", "--workload", "plain")
     assert shown.exit_code == 2
-    assert "--random draws the calls and the types of their arrays." in sentence(shown)
+    assert "--random cannot be combined with --workload or --dtype." in sentence(shown)
 
 
 def test_a_platform_of_another_device_is_wrong_usage():
@@ -258,12 +258,12 @@ def test_a_platform_of_another_device_is_wrong_usage():
 
 
 def test_a_call_whose_process_dies_is_wrong_and_the_others_are_not(monkeypatch):
-    def alone(function, options, chunk):
+    def run_in_process(function, options, chunk):
         if 3 in chunk:
             raise BrokenProcessPool
-        return [[Judged(i, OPS[i], "xla", "xla (any)", Outcome("correct", ""))] for i in chunk]
+        return [[CallResult(i, OPS[i], "xla", "xla (any)", Outcome("correct", ""))] for i in chunk]
 
-    monkeypatch.setattr(random_calls, "alone", alone)
+    monkeypatch.setattr(random_calls, "run_in_process", run_in_process)
     calls = list(random_calls.every(Options(0), [2, 3, 4], workers=2))
     assert [[one.outcome.verdict for one in call] for call in calls] == [
         ["correct"],

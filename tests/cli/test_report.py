@@ -282,11 +282,14 @@ def small(tmp_path_factory):
 
 
 class TestBrowser:
+    ROWS = "[...document.querySelectorAll('.row')].filter((x) => x.checkVisibility())"
+    COUNT = f"{ROWS}.length"
+
     @staticmethod
     def shown(tab):
         """The calls that can be seen."""
-        rows = "[...document.querySelectorAll('.row')].filter((x) => x.checkVisibility())"
-        return tab.value(f"{rows}.map((x) => x.querySelector('.what').textContent.split(' (')[0])")
+        call = "(x) => x.querySelector('.what').textContent.split(' (')[0]"
+        return tab.value(f"{TestBrowser.ROWS}.map({call})")
 
     @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
     @pytest.mark.parametrize("width", [390, 1200])
@@ -332,18 +335,16 @@ class TestBrowser:
             "{ const field = document.querySelector('select[name=dtype]'); field.value = 'float16';"
             " field.dispatchEvent(new Event('change', { bubbles: true })); }"
         )
-        assert tab.value("location.hash") == "#dtype=float16"
-        assert len(self.shown(tab)) == 1
+        assert tab.wait_for("location.hash", "#dtype=float16") == "#dtype=float16"
+        assert tab.wait_for(self.COUNT, 1) == 1
         tab.value("document.querySelector('button').click()")
-        tab.value("new Promise((done) => setTimeout(done, 50))")
-        assert tab.value("location.hash") == ""
-        assert len(self.shown(tab)) == 3
+        assert tab.wait_for("location.hash", "") == ""
+        assert tab.wait_for(self.COUNT, 3) == 3
 
     def test_the_links_of_the_summary_filter(self, tab, small):
         tab.open(small)
         tab.value("document.querySelector('header a').click()")
-        tab.value("new Promise((done) => setTimeout(done, 50))")
-        assert len(self.shown(tab)) == 1
+        assert tab.wait_for(self.COUNT, 1) == 1
 
     def test_a_bar_is_to_scale_and_shows_its_values(self, tab, small):
         tab.open(small)
@@ -357,7 +358,7 @@ class TestBrowser:
         move = {"type": "mouseMoved", "x": place[0], "y": place[1]}
         tab.call("Input.dispatchMouseEvent", **move)
         tip = "document.getElementById('tip')"
-        assert not tab.value(f"{tip}.hidden")
+        assert tab.wait_for(f"{tip}.hidden", False) is False
         said = tab.value(f"{tip}.textContent").splitlines()
         assert said[:2] == ["ours auto: 600 TFLOP/s", "76% of the measured matmul peak"]
         assert "ms: 3.5" in said

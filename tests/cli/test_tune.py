@@ -1,9 +1,12 @@
 """`ejkernel tune` finds the fastest candidate and keeps it where calls look for it."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
+import os
 import re
 import threading
+from concurrent.futures.process import BrokenProcessPool
 from types import SimpleNamespace
 
 import jax
@@ -114,6 +117,63 @@ def test_a_process_that_dies_costs_no_other_pass():
     found = dict(tuning._outcomes(Dying("mean_pooling", "float32", 1), passes, 2, print))
     assert [found[one].failed for one in passes] == [False, True, False]
     assert found[passes[1]].said.startswith(f"{DIES} forward: failed, BrokenProcessPool: ")
+
+
+class Pool:
+    """In place of worker processes: runs a pass when it is submitted, the second of two not."""
+
+    def __init__(self):
+        self.submitted = 0
+
+    def submit(self, _, task, one):
+        self.submitted += 1
+        if self.submitted > 1:
+            raise BrokenProcessPool("a process has died")
+        future = concurrent.futures.Future()
+        future.set_result(task(one, print))
+        return future
+
+
+@dataclasses.dataclass(frozen=True)
+class Locked(tuning.Task):
+    """A pass whose outcome names the folder of its lock."""
+
+    def __call__(self, one, report):
+        assert self.lock
+        return tuning.Outcome(str(self.lock.parent), {})
+
+
+@pytest.fixture
+def pools(monkeypatch):
+    """What each pool finds when it ends, once a folder was told: whether it is still there."""
+    ended, folder = [], []
+
+    @contextlib.contextmanager
+    def pool(workers, report):
+        try:
+            yield Pool()
+        finally:
+            ended.append(all(map(os.path.isdir, folder)))
+
+    monkeypatch.setattr(tuning, "_pool", pool)
+    return folder, ended
+
+
+@pytest.mark.usefixtures("pools")
+def test_a_process_that_dies_while_passes_are_submitted_costs_none():
+    passes = [tuning.Pass(name, "forward") for name in ("plain", "mask", "wide")]
+    found = dict(tuning._outcomes(Locked("mean_pooling", "float32", 1), passes, 2, print))
+    assert [found[one].failed for one in passes] == [False] * 3
+
+
+def test_processes_end_before_the_folder_of_their_lock(pools):
+    folder, ended = pools
+    passes = [tuning.Pass(name, "forward") for name in ("plain", "mask")]
+    outcomes = tuning._outcomes(Locked("mean_pooling", "float32", 1), passes[:1], 2, print)
+    folder.append(next(outcomes)[1].said)
+    outcomes.close()
+    assert ended == [True]
+    assert not os.path.isdir(folder[0])
 
 
 def test_a_pass_that_fails_costs_no_other(monkeypatch, two_candidates):

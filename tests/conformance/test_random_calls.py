@@ -22,7 +22,7 @@ def test_a_call_on_xla(index):
 
 
 @pytest.mark.tpu
-@pytest.mark.parametrize("index", cases(ON_TPU, 3, 3, 30))
+@pytest.mark.parametrize("index", cases(ON_TPU, 3, 3, 60))
 def test_a_call_on_tpu(index):
     """Interpreted where there is no TPU."""
     with settings.override(interpret=jax.default_backend() != "tpu"):

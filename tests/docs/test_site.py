@@ -6,6 +6,7 @@
 import contextlib
 import html.parser
 import importlib
+import json
 import os
 import sys
 import time
@@ -161,10 +162,9 @@ class TestTheBuiltSite:
         with browser.served(SITE) as address, browser.browser() as tab:
             for words, page in expected.items():
                 tab.open(f"{address}/index.html?{urllib.parse.urlencode({'q': words})}")
-                deadline = time.monotonic() + 30
-                while not (found := tab.value(titles)) and time.monotonic() < deadline:
-                    time.sleep(0.1)
-                assert page in found, words
+                # Results come one by one.
+                expression = f"({titles}).includes({json.dumps(page)})"
+                assert tab.wait_for(expression, True), (words, tab.value(titles))
 
     def test_the_browser_notices_what_is_wrong(self, tmp_path):
         page = (

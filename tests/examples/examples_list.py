@@ -16,12 +16,12 @@ class Run(NamedTuple):
 
 
 RUNS = (
-    Run("train_gpt.py", ("--plot", "{plot}"), 3, ("packed trains", "padded")),
+    Run("train_gpt.py", ("--plot", "{plot}"), 3, ("packed rows hold", "padded")),
     Run(
         "train_gpt.py",
         ("--mesh", "2x2", "--steps", "24"),
         4,
-        ("sharded over 2x2: the same losses", "packed trains"),
+        ("sharded over 2x2: the same losses", "packed rows hold"),
     ),
     Run(
         "serve.py",
@@ -30,8 +30,8 @@ RUNS = (
         ("ok: 0 programs compiled", "100.0% of 482 tokens", "steps to first token"),
     ),
     Run("serve.py", ("--cache", "int8"), 3, ("ok: 0 programs compiled", "cache, KiB")),
-    Run("mixture_of_experts.py", (), 4, ("dense / grouped",)),
-    Run("mixture_of_experts.py", ("--devices", "4"), 7, ("over 4 devices",)),
+    Run("mixture_of_experts.py", (), 3, ("dense / grouped",)),
+    Run("mixture_of_experts.py", ("--devices", "4"), 6, ("over 4 devices",)),
     Run("gated_linear_attention.py", ("--plot", "{plot}"), 3, ("KV cache of softmax attention",)),
     Run("long_context.py", (), 4, ("slowest / mean work", "zigzag")),
     Run("flow_matching.py", ("--plot", "{plot}"), 2, ("distance to the nearest ring",)),

@@ -37,4 +37,4 @@ def as_a_user(arguments, script):
     environment = {name: value for name, value in os.environ.items() if name not in names}
     environment["PYTHONPATH"] = str(EXAMPLES.parent)
     command = [sys.executable, str(EXAMPLES / script), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)

@@ -36,6 +36,17 @@ def test_a_notebook_has_no_outputs(path):
     assert [cell for cell in cells if cell.get("outputs") or cell.get("execution_count")] == []
 
 
+def test_a_near_tie_is_no_other_token():
+    code = (
+        "import numpy as np; from common import same_choice; "
+        "scores = np.array([[0.0, 1.0], [1.0, 1.0005], [1.0, 1.1]]); "
+        "print(*same_choice(scores, np.array([1, 0, 0]), 1e-3))"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=EXAMPLES, capture_output=True, text=True, check=True)
+    assert done.stdout == "[ True False False] [False  True False]\n"
+
+
 @pytest.mark.parametrize(
     ("holds", "status", "printed"), [("True", 0, "ok"), ("False", 1, "FAILED")]
 )

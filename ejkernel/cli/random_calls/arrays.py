@@ -11,21 +11,21 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 _REDRAW: contextvars.ContextVar[int] = contextvars.ContextVar("redraw", default=0)
-_SPOILED: contextvars.ContextVar[bool] = contextvars.ContextVar("spoiled", default=True)
+_NAN_FILLED: contextvars.ContextVar[bool] = contextvars.ContextVar("nan_filled", default=True)
 _STRONG = -50.0  # the logarithm of a decay that leaves next to nothing of a state
 
 
 @contextlib.contextmanager
-def drawn_again(number: int, spoiled: bool = True) -> Iterator[None]:
+def drawn_again(number: int, nan_filled: bool = True) -> Iterator[None]:
     """Floats drawn in this block are others for each number; `nan_where` does nothing if not
-    `spoiled`.
+    `nan_filled`.
     """
-    redraw, spoils = _REDRAW.set(number), _SPOILED.set(spoiled)
+    redraw, filled = _REDRAW.set(number), _NAN_FILLED.set(nan_filled)
     try:
         yield
     finally:
         _REDRAW.reset(redraw)
-        _SPOILED.reset(spoils)
+        _NAN_FILLED.reset(filled)
 
 
 def normal(*shape: int, seed: int = 0, size: float = 1.0) -> np.ndarray:
@@ -92,7 +92,7 @@ def unused_slots(
 
 
 def nan_where(where: ArrayLike, x: np.ndarray) -> np.ndarray:
-    """`x` with NaN where nothing may look."""
-    if not _SPOILED.get():
+    """`x` with NaN in places that must not be read."""
+    if not _NAN_FILLED.get():
         return x
     return np.where(where, np.float32(np.nan), x)

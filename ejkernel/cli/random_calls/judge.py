@@ -22,8 +22,8 @@ from ejkernel.ops.invocation import Invocation
 from ejkernel.ops.platform import device_of
 
 AUTO = "auto"
-# Of thousands of calls some exceed by luck what rounding may cost: less than four times as much
-# counts only if it is so with other numbers as well.
+# Of thousands of calls a few exceed the allowed error by chance. Less than four times the allowed
+# error is wrong only if it is exceeded with other random numbers as well.
 _BORDERLINE, _DRAWS = 4.0, 3
 
 
@@ -45,7 +45,7 @@ def compare(
         small_blocks: use the configuration with small blocks that the tests of the operation use.
         gradients: whether gradients are compared, too.
     """
-    return Comparison(operation, dtype, make, small_blocks, gradients).on(platform)
+    return Comparison(operation, dtype, make, small_blocks, gradients).compare(platform)
 
 
 class Comparison:
@@ -77,24 +77,24 @@ class Comparison:
 
     @functools.cached_property
     def call(self) -> Invocation:
-        """The call on the device, NaN where nothing may look."""
+        """The call on the device, with NaN in memory that must not be read."""
         return self._on_device(0)
 
     def _on_device(self, draw: int) -> Invocation:
-        drawn = self._drawn(draw, spoiled=True)
+        drawn = self._drawn(draw, nan_filled=True)
         with oracle.on_the_host():
             inputs = oracle.with_dtype(drawn.inputs, self._dtype)
         inputs = oracle.moved(inputs)
         return dataclasses.replace(drawn, inputs=inputs, device=device_of(jax.tree.leaves(inputs)))
 
-    def _drawn(self, draw: int, spoiled: bool) -> Invocation:
-        with oracle.on_the_host(), arrays.drawn_again(draw, spoiled):
+    def _drawn(self, draw: int, nan_filled: bool) -> Invocation:
+        with oracle.on_the_host(), arrays.drawn_again(draw, nan_filled):
             return self._subject.invocation(dict(self._make()))
 
     def _truth(self, draw: int) -> Truth:
         """What the definition gives for one draw of the numbers; all platforms share it."""
         truth = Truth(
-            lambda seed: self._drawn(draw + _DRAWS * seed, spoiled=False), stored_residuals=True
+            lambda seed: self._drawn(draw + _DRAWS * seed, nan_filled=False), stored_residuals=True
         )
         return self._truths.setdefault(draw, truth)
 
@@ -102,8 +102,8 @@ class Comparison:
         """Those that have an implementation for the device, and the choice between them."""
         sources = self.call.op.sources
         names = [x.platform.value for x in sources if not x.unavailable_on(self.call.device)]
-        alone = self.call.device.platform == "cpu"
-        return [*dict.fromkeys(names), *([] if alone else [AUTO])]
+        on_cpu = self.call.device.platform == "cpu"
+        return [*dict.fromkeys(names), *([] if on_cpu else [AUTO])]
 
     def label(self, platform: str) -> str:
         """The implementation in words that runs a call on this platform."""
@@ -112,7 +112,7 @@ class Comparison:
         sources = [source for source, _ in supported] or named
         return AUTO if platform == AUTO else subjects.label(sources[0])
 
-    def on(self, platform: str) -> Outcome:
+    def compare(self, platform: str) -> Outcome:
         """What becomes of the call on this platform; a pass that it lacks is not compared."""
         if self.refused is not None:
             return self.refused
@@ -143,17 +143,17 @@ class Comparison:
         call = self.call
         return call.op.supporting(direction, call.inputs, call.spec, call.device, platform)
 
-    def _restored(self, outputs: Any, spoiled: Any, draw: int) -> Any:
-        """NaN in a cache that comes back where it went in replaced by what the truth has there."""
-        if not set(outputs._fields) & set(spoiled._fields):
+    def _restored(self, outputs: Any, nan_filled: Any, draw: int) -> Any:
+        """The outputs; NaN that a cache has kept from the inputs is what the truth has there."""
+        if not set(outputs._fields) & set(nan_filled._fields):
             return outputs
-        clean = self._drawn(draw, spoiled=False).inputs
+        clean = self._drawn(draw, nan_filled=False).inputs
         changes = {}
         for name, x in zip(outputs._fields, outputs, strict=True):
-            if hasattr(spoiled, name) and jnp.issubdtype(x.dtype, jnp.floating):
+            if hasattr(nan_filled, name) and jnp.issubdtype(x.dtype, jnp.floating):
                 given, before, x = (
                     np.asarray(one, np.float32)
-                    for one in (getattr(clean, name), getattr(spoiled, name), x)
+                    for one in (getattr(clean, name), getattr(nan_filled, name), x)
                 )
                 changes[name] = np.where(np.isnan(before) & np.isnan(x), given, x)
         return outputs._replace(**changes)

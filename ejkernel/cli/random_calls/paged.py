@@ -24,7 +24,7 @@ class Paged(Choices):
     query_size: float = one_of(1.0, 1.0, 1e-3, 30.0)
     value_size: str = one_of("ordinary", "ordinary", "tiny", "huge")
     holes: float = one_of(0.0, 0.0, 0.2, 1.0)
-    spoiled: bool = one_of(False, True)  # NaN in the slots and rows of no token
+    nan_filled: bool = one_of(False, True)  # NaN in the slots and rows of no token
     layout: str = one_of("NHD", "NHD", "HND", "HNPD")
     eight_bits: bool = one_of(False, False, False, True)
     k_scale: str | None = one_of(None, None, "number", "heads")
@@ -72,7 +72,7 @@ class Paged(Choices):
             seed = self.seed + number
             return made("integers", *shape, seed=seed, low=-128, high=128, dtype="int8")
         array = made("normal", *shape, seed=self.seed + number, size=size)
-        if not self.spoiled:
+        if not self.nan_filled:
             return array
         unused = f"unused_slots({self.table()}, {self.kept}, {self.pages}, {self.page_size})"
         where = ", ".join(":" if letter in "pc" else "None" for letter in axes)
@@ -81,7 +81,7 @@ class Paged(Choices):
     def rows(self, tokens: int, used: int, heads: int, dim: int, number: int, size: float) -> str:
         """An array `[tokens, heads, dim]`; rows that no sequence uses are NaN."""
         array = made("normal", tokens, heads, dim, seed=self.seed + number, size=size)
-        if not self.spoiled or used == tokens:
+        if not self.nan_filled or used == tokens:
             return array
         return f"nan_where((np.arange({tokens}) >= {used})[:, None, None], {array})"
 
@@ -187,7 +187,7 @@ class RaggedCombined(Ragged):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RaggedApart(Ragged):
+class RaggedSeparate(Ragged):
     """Ragged page attention v3: keys and values in pages of their own."""
 
     value_dim: int | None = size_of(None, None, *DIMS)
@@ -206,7 +206,7 @@ class RaggedApart(Ragged):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RaggedUpdate(RaggedApart):
+class RaggedUpdate(RaggedSeparate):
     """Ragged page attention v3 that writes the new tokens."""
 
     @property

@@ -20,7 +20,7 @@ from ejkernel.cli.random_calls.choices import Choices, drawn, fields_of
 from ejkernel.cli.random_calls.judge import AUTO, Comparison
 from ejkernel.cli.random_calls.linear import Gated, Lightning
 from ejkernel.cli.random_calls.others import Grouped, NativeSparse, Pooling
-from ejkernel.cli.random_calls.paged import Decode, RaggedApart, RaggedCombined, RaggedUpdate
+from ejkernel.cli.random_calls.paged import Decode, RaggedCombined, RaggedSeparate, RaggedUpdate
 from ejkernel.cli.random_calls.softmax import Blocksparse, Flash, Ring
 from ejkernel.kernels import OPS
 
@@ -34,7 +34,7 @@ KINDS: dict[str, type[Choices]] = {
     "native_sparse_attention": NativeSparse,
     "page_attention": Decode,
     "ragged_page_attention_v2": RaggedCombined,
-    "ragged_page_attention_v3": RaggedApart,
+    "ragged_page_attention_v3": RaggedSeparate,
     "ragged_page_attention_v3_update": RaggedUpdate,
     "recurrent_attention": Gated,
     "ring_attention": Ring,
@@ -56,7 +56,7 @@ class Options:
     gradients: bool = True
 
 
-class Judged(NamedTuple):
+class CallResult(NamedTuple):
     """A call on one platform."""
 
     index: int
@@ -78,13 +78,13 @@ def indices(first: int, count: int, operations: Sequence[str]) -> list[int]:
     return list(itertools.islice(chosen, count))
 
 
-def judged(options: Options, choices: Choices, index: int = 0) -> list[Judged]:
+def judged(options: Options, choices: Choices, index: int = 0) -> list[CallResult]:
     """The call on every platform that has an implementation for this device."""
     call = comparison(choices, options.gradients)
     if call.refused is not None:
-        return [Judged(index, choices.operation, AUTO, AUTO, call.refused)]
+        return [CallResult(index, choices.operation, AUTO, AUTO, call.refused)]
     names = [x for x in call.platforms() if options.platform in (None, x)]
-    return [Judged(index, choices.operation, x, call.label(x), call.on(x)) for x in names]
+    return [CallResult(index, choices.operation, x, call.label(x), call.compare(x)) for x in names]
 
 
 def comparison(choices: Choices, gradients: bool = True) -> Comparison:
@@ -98,7 +98,7 @@ def comparison(choices: Choices, gradients: bool = True) -> Comparison:
     )
 
 
-def minimised(options: Options, failure: Judged) -> str:
+def minimised(options: Options, failure: CallResult) -> str:
     """The program of the simplest call found that fails as this one does."""
     choices = choices_of(options.seed, failure.index)
     simplest = simplified(choices, functools.partial(_fails_alike, options, failure))
@@ -123,13 +123,13 @@ def simplified(choices: Choices, fails: Callable[[Choices], bool]) -> Choices:
     return choices
 
 
-def _fails_alike(options: Options, failure: Judged, choices: Choices) -> bool:
-    outcome = comparison(choices, options.gradients).on(failure.platform)
+def _fails_alike(options: Options, failure: CallResult, choices: Choices) -> bool:
+    outcome = comparison(choices, options.gradients).compare(failure.platform)
     kind = lambda x: x.detail.partition(" ")[0]  # value, gradient, or the class of an exception
     return outcome.verdict == "wrong" and kind(outcome) == kind(failure.outcome)
 
 
-def every(options: Options, wanted: list[int], workers: int) -> Iterator[list[Judged]]:
+def every(options: Options, wanted: list[int], workers: int) -> Iterator[list[CallResult]]:
     """Each call on its platforms, as they come, from this process or from several."""
     if workers == 1:
         for done, index in enumerate(wanted, 1):
@@ -142,24 +142,24 @@ def every(options: Options, wanted: list[int], workers: int) -> Iterator[list[Ju
         yield from chunk
 
 
-def _in_a_process(options: Options, chunk: list[int]) -> list[list[Judged]]:
+def _in_a_process(options: Options, chunk: list[int]) -> list[list[CallResult]]:
     """The calls in a new process; if it dies, each call in one of its own."""
     try:
-        return alone(_chunk, options, chunk)
+        return run_in_process(_chunk, options, chunk)
     except BrokenProcessPool:
         if len(chunk) > 1:
             return [x for index in chunk for x in _in_a_process(options, [index])]
         died = Outcome("wrong", "ProcessDied: the process of the call ended")
         operation = OPS[chunk[0] % len(OPS)]
         platform = options.platform or AUTO
-        return [[Judged(chunk[0], operation, platform, platform, died)]]
+        return [[CallResult(chunk[0], operation, platform, platform, died)]]
 
 
-def _chunk(options: Options, chunk: list[int]) -> list[list[Judged]]:
+def _chunk(options: Options, chunk: list[int]) -> list[list[CallResult]]:
     return list(every(options, chunk, 1))
 
 
-def alone(function: Callable[..., Result], *arguments: object) -> Result:
+def run_in_process(function: Callable[..., Result], *arguments: object) -> Result:
     """The result of a function in a new process, which shares the device with others."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     context = multiprocessing.get_context("spawn")
