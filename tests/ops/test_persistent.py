@@ -20,7 +20,7 @@ import pytest
 import ejkernel
 from ejkernel import settings
 from ejkernel.errors import CacheWarning
-from ejkernel.ops import persistent
+from ejkernel.ops import shared_file, table_file
 from ejkernel.ops.config import Config, FwdParams
 from ejkernel.ops.persistent import PersistentCache, ShippedTable, write_tuned
 
@@ -341,7 +341,7 @@ def test_what_was_known_before_the_file_broke_is_written_again(path):
 def test_a_file_repaired_while_waiting_for_the_lock_is_not_set_aside(path, monkeypatch):
     path.parent.mkdir()
     path.write_text("{")
-    locked = persistent._SharedFile._locked
+    locked = shared_file.SharedFile._locked
 
     def after_another_process(file):
         monkeypatch.undo()
@@ -349,7 +349,7 @@ def test_a_file_repaired_while_waiting_for_the_lock_is_not_set_aside(path, monke
         PersistentCache("scale", path).put(key("a"), {"block": 1})
         return locked(file)
 
-    monkeypatch.setattr(persistent._SharedFile, "_locked", after_another_process)
+    monkeypatch.setattr(shared_file.SharedFile, "_locked", after_another_process)
     assert PersistentCache("scale", path).get(key("a")) == {"block": 1}
     assert corrupt_files(path) == []
 
@@ -366,7 +366,7 @@ def fail_with(code):
 
 def block_lock(path, monkeypatch):
     path.parent.mkdir(exist_ok=True)
-    monkeypatch.setattr(persistent, "_LOCK_SECONDS", 0.05)
+    monkeypatch.setattr(shared_file, "_LOCK_SECONDS", 0.05)
     file = open(path.with_name("scale.json.lock"), "w")  # noqa: SIM115
     fcntl.flock(file, fcntl.LOCK_EX)
     return file.close
@@ -388,7 +388,7 @@ def block_call(module, name, code):
 FAILURES = {
     "home is a file": block_home,
     "directory cannot be made": block_call(Path, "mkdir", errno.EROFS),
-    "file cannot be opened": block_call(persistent, "open", errno.EACCES),
+    "file cannot be opened": block_call(table_file, "open", errno.EACCES),
     "disk full": block_call(os, "fsync", errno.ENOSPC),
     "cannot replace": block_call(os, "replace", errno.EACCES),
     "lock never free": block_lock,
@@ -429,7 +429,7 @@ def test_nobody_waits_twice_for_a_lock_that_does_not_come(path, monkeypatch):
     release()
     cache.put(key("c"), {"block": 3})
     cache.put(key("d"), {"block": 4})
-    wait = persistent._LOCK_SECONDS
+    wait = shared_file._LOCK_SECONDS
     assert patience == [wait, 0, 0, wait]
 
 
