@@ -17,6 +17,7 @@ from ejkernel.ops import cache as caches
 from ejkernel.ops import policy as policies
 from ejkernel.ops.cache import ConfigCache
 from ejkernel.ops.config import Config
+from ejkernel.ops.forking import renew_in_children
 from ejkernel.ops.implementation import Choice, Op, Pass, Source
 from ejkernel.ops.invocation import Invocation, Key
 from ejkernel.ops.persistent import PersistentCache, ShippedTable
@@ -62,6 +63,11 @@ class ConfigSelectorChain:
         self.persistent = persistent
         self.persist_autotune = persist_autotune
         self.on_event = on_event
+        self.renew_locks()
+        renew_in_children(self)
+
+    def renew_locks(self) -> None:
+        """Forget who is measuring: in a forked child, nobody."""
         self._tuning = threading.Lock()
 
     def state(self) -> tuple[Hashable, ...]:
