@@ -29,7 +29,8 @@ def forty_maps_more(monkeypatch):
     """This process may have forty memory maps more than it has."""
     if not memory_maps():
         pytest.skip("the system does not say how many memory maps there are")
-    monkeypatch.setattr(kept, "_most_maps", lambda limit=memory_maps() + 40: limit)
+    limit = memory_maps() + 40
+    monkeypatch.setattr(kept, "_most_maps", lambda: limit)
     monkeypatch.setattr(kept, "_CHECKED_EVERY", 2)
 
 
