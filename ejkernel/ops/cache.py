@@ -6,6 +6,8 @@ import threading
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from ejkernel.ops.forking import renew_in_children
+
 
 class ConfigCache:
     """Configurations by (device fingerprint, `op@version`, call key), safe to share by threads.
@@ -20,8 +22,13 @@ class ConfigCache:
 
     def __init__(self) -> None:
         self._entries: dict[Hashable, Any] = {}
-        self._lock = threading.Lock()
         self._version = 0
+        self.renew_locks()
+        renew_in_children(self)
+
+    def renew_locks(self) -> None:
+        """Forget who holds the lock: in a forked child, nobody."""
+        self._lock = threading.Lock()
 
     @property
     def version(self) -> int:

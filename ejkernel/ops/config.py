@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import reprlib
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
@@ -23,9 +24,9 @@ class _Plain:
         """The inverse of `to_dict`; absent fields take their defaults."""
         names = [field.name for field in dataclasses.fields(cls)]
         if unknown := [str(name) for name in values if name not in names]:
-            raise ValueError(
-                f"{cls.__name__}: unknown field {', '.join(unknown)}; it has {', '.join(names)}."
-            )
+            listed = ", ".join(unknown)
+            listed = listed if len(listed) <= 100 else f"{listed[:100]}..."
+            raise ValueError(f"{cls.__name__}: unknown field {listed}; it has {', '.join(names)}.")
         return cls(**values)
 
     def to_json(self) -> str:
@@ -39,6 +40,25 @@ class _Plain:
         if not isinstance(values, dict):
             raise ValueError(f"{cls.__name__}: the JSON must be an object of fields, got {text!r}.")
         return cls.from_dict(values)
+
+
+# What a size may be at most: kernels count in 32 bits, a thread block has at most 32 warps.
+_LARGEST = {"num_warps": 32, "num_stages": 64}
+_LARGEST_SIZE = 2**31 - 1
+
+
+def check_size(config: object, name: str, kind: str = "a positive int") -> None:
+    """Refuse a field that is not an int of this kind, or larger than any kernel could use.
+
+    Raises:
+        ValueError: the field is another.
+    """
+    value, owner = getattr(config, name), type(config).__name__
+    least = 0 if kind.startswith("0") else 1
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{owner}: {name} must be {kind}, got {reprlib.repr(value)}.")
+    if value > (largest := _LARGEST.get(name, _LARGEST_SIZE)):
+        raise ValueError(f"{owner}: {name} must be at most {largest}, got {reprlib.repr(value)}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,11 +77,7 @@ class _Params(_Plain):
                         f"got {value!r}."
                     )
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(
-                    f"{type(self).__name__}: {field.name} must be a positive int or None, "
-                    f"got {value!r}."
-                )
+            check_size(self, field.name, "a positive int or None")
 
     def to_dict(self) -> dict[str, Any]:
         """The fields that are set."""
@@ -89,7 +105,7 @@ class FwdParams(_Params):
         num_key_splits: read by nothing; split-KV is chosen by the shape of the call.
 
     Raises:
-        ValueError: a field is neither None nor a positive int.
+        ValueError: a field is neither None nor a positive int, or larger than a kernel could use.
 
     >>> FwdParams(q_blocksize=128, kv_blocksize=256).to_dict()
     {'q_blocksize': 128, 'kv_blocksize': 256}
@@ -202,14 +218,16 @@ class Config(_Plain):
                 object.__setattr__(self, name, kind.from_dict(value))
             elif not (value is None or isinstance(value, kind)):
                 raise ValueError(
-                    f"{type(self).__name__}: {name} must be a {kind.__name__}, got {value!r}."
+                    f"{type(self).__name__}: {name} must be a {kind.__name__}, "
+                    f"got {reprlib.repr(value)}."
                 )
 
     def _member(self, name: str, allowed: tuple[str, ...]) -> str:
         value = getattr(self, name)
         if value not in allowed:
             raise ValueError(
-                f"{type(self).__name__}: {name} must be one of {', '.join(allowed)}, got {value!r}."
+                f"{type(self).__name__}: {name} must be one of {', '.join(allowed)}, "
+                f"got {reprlib.repr(value)}."
             )
         return str(value)
 

@@ -14,6 +14,7 @@ import numpy as np
 from jax.core import Tracer
 
 from ejkernel.ops import executor, recording
+from ejkernel.ops.kept import KeptPrograms
 from ejkernel.ops.meshes import surrounding_mesh
 from ejkernel.ops.platform import default_device, target
 from ejkernel.ops.registry import kernel_registry
@@ -21,7 +22,6 @@ from ejkernel.ops.registry import kernel_registry
 _STATIC = frozenset({type(None), bool, int, float, str})
 _TRACED = "dropout_seed"  # an integer that is an operand of the program, not a part of its key
 _LEAST_AXES = 3  # of an array whose values nobody looks at
-_MOST_KEPT = 4096  # programs of a function
 NOT_COMPILED: Final = object()
 
 
@@ -30,7 +30,7 @@ class EagerPrograms:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
-        self._programs: dict[tuple[Hashable, ...], Callable[..., Any]] = {}
+        self._programs = KeptPrograms()
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The results of a call; `NOT_COMPILED` if the call cannot be cached by shape."""
@@ -49,9 +49,8 @@ class EagerPrograms:
             return NOT_COMPILED
         program = self._programs.get(found := (*key, *traced, *context))
         if program is None:
-            if len(self._programs) >= _MOST_KEPT:
-                self._programs.clear()
-            program = self._programs[found] = self._compiled(args, kwargs)
+            program = self._compiled(args, kwargs)
+            self._programs.put(found, program)
         return program(arrays, traced)
 
     def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:

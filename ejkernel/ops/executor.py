@@ -5,7 +5,7 @@ import contextvars
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeAlias, TypeVar, overload
 
 import jax
@@ -19,6 +19,7 @@ from ejkernel.ops.capture import CallCapture, CapturedCall
 from ejkernel.ops.config import Config
 from ejkernel.ops.implementation import CallInputs, CallSpec, Choice, Op
 from ejkernel.ops.invocation import Invocation
+from ejkernel.ops.kept import KeptPrograms
 from ejkernel.ops.kernel import Kernel
 from ejkernel.ops.meshes import surrounding_mesh
 from ejkernel.ops.persistent import PersistentCache
@@ -30,8 +31,6 @@ P = ParamSpec("P")
 Out = TypeVar("Out")
 # A function or module of `ejkernel.modules`, or a user's kernel.
 Runnable: TypeAlias = Callable[..., Any] | Kernel[Any, Any]
-
-_MOST_KEPT = 4096  # compiled calls an executor remembers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +69,7 @@ class Executor:
 
     def __init__(self, chooser: ConfigSelectorChain) -> None:
         self.chooser = chooser
-        self._compiled: dict[tuple[Hashable, ...], Callable[..., Any]] = {}
+        self._compiled = KeptPrograms()
 
     @overload
     def __call__(self, kernel: Kernel[Any, Out], *args: Any, **kwargs: Any) -> Out: ...
@@ -109,10 +108,8 @@ class Executor:
         )
         compiled = self._compiled.get(key)
         if compiled is None:
-            if len(self._compiled) >= _MOST_KEPT:
-                self._compiled.clear()
             compiled = self._compile(op, inputs, spec, request, device)
-            self._compiled[key] = compiled
+            self._compiled.put(key, compiled)
         elif self.chooser.on_event is not None or recording.active():
             # An `on_event` callback or recorder is active: repeat the selection so that it is
             # notified.

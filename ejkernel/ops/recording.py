@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 from ejkernel import settings
 from ejkernel.ops.cache import ConfigCache, overlay_cache
 from ejkernel.ops.invocation import Invocation, Key
-from ejkernel.ops.persistent import StoredConfig, read_table, write_table
+from ejkernel.ops.table_file import StoredConfig, read_table, write_table
 
 _RECORDED: dict[Key, Invocation] = {}
 _SCOPES: contextvars.ContextVar[tuple[dict[Key, Invocation], ...]] = contextvars.ContextVar(

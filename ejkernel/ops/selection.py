@@ -3,6 +3,7 @@
 import contextlib
 import contextvars
 import dataclasses
+import reprlib
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator
@@ -16,6 +17,7 @@ from ejkernel.ops import cache as caches
 from ejkernel.ops import policy as policies
 from ejkernel.ops.cache import ConfigCache
 from ejkernel.ops.config import Config
+from ejkernel.ops.forking import renew_in_children
 from ejkernel.ops.implementation import Choice, Op, Pass, Source
 from ejkernel.ops.invocation import Invocation, Key
 from ejkernel.ops.persistent import PersistentCache, ShippedTable
@@ -24,6 +26,7 @@ from ejkernel.ops.policy import AutotunePolicy
 from ejkernel.ops.tuner import Tuned, Tuner
 
 Supported = list[tuple[Source, Pass]]
+_PLAIN = (bool, int, float, str, list, tuple, dict)  # what a file can hold
 # The chains that measure a call around this one.
 _MEASURING: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar(
     "measuring", default=frozenset()
@@ -60,6 +63,11 @@ class ConfigSelectorChain:
         self.persistent = persistent
         self.persist_autotune = persist_autotune
         self.on_event = on_event
+        self.renew_locks()
+        renew_in_children(self)
+
+    def renew_locks(self) -> None:
+        """Forget who is measuring: in a forked child, nobody."""
         self._tuning = threading.Lock()
 
     def state(self) -> tuple[Hashable, ...]:
@@ -310,16 +318,15 @@ def _restored(cfg: object, inv: Invocation, supported: Supported) -> Choice | No
     """A stored configuration as a choice; None when it is not supported here any more."""
     if cfg is None:
         return None
-    if isinstance(cfg, dict):
-        try:
-            cfg = _rebuilt(cfg, inv, supported)
-        except (TypeError, ValueError) as error:
-            warnings.warn(
-                f"{inv.op.name}: a stored configuration is not usable any more: {error}",
-                CacheWarning,
-                stacklevel=2,
-            )
-            return None
+    try:
+        cfg = _rebuilt(cfg, inv, supported)
+    except (TypeError, ValueError) as error:
+        warnings.warn(
+            f"{inv.op.name}: a stored configuration is not usable: {error}",
+            CacheWarning,
+            stacklevel=2,
+        )
+        return None
     if not isinstance(cfg, Config):
         source, chosen = supported[0]
         return Choice(source, chosen, cfg)
@@ -329,12 +336,23 @@ def _restored(cfg: object, inv: Invocation, supported: Supported) -> Choice | No
     return None
 
 
-def _rebuilt(fields: dict[str, Any], inv: Invocation, supported: Supported) -> Any:
-    """A configuration read from a file; a user's kernel has it in the class its heuristic gives."""
+def _rebuilt(stored: object, inv: Invocation, supported: Supported) -> Any:
+    """A configuration from a cache in its class; a user's kernel has that of its heuristic."""
     if issubclass(inv.op.config, Config):
-        return inv.op.config.from_dict(fields)
-    guess = supported[0][1].heuristic(inv.inputs, inv.spec, inv.device)
-    return type(guess)(**fields) if dataclasses.is_dataclass(guess) else fields
+        known = inv.op.config
+        rebuilt = known.from_dict(stored) if isinstance(stored, dict) else stored
+    else:
+        guess = supported[0][1].heuristic(inv.inputs, inv.spec, inv.device)
+        if not dataclasses.is_dataclass(guess) or isinstance(guess, type):
+            return stored
+        known = type(guess)
+        rebuilt = known(**stored) if isinstance(stored, dict) else stored
+        if not isinstance(stored, _PLAIN):  # a class of its own, which only a program can store
+            return rebuilt
+    if not isinstance(rebuilt, known):
+        got = reprlib.repr(stored) if isinstance(stored, _PLAIN) else type(stored).__name__
+        raise TypeError(f"it must be a {known.__name__}, got {got}.")
+    return rebuilt
 
 
 def _stored(choice: Choice, inv: Invocation) -> Any:

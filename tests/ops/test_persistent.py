@@ -20,7 +20,7 @@ import pytest
 import ejkernel
 from ejkernel import settings
 from ejkernel.errors import CacheWarning
-from ejkernel.ops import persistent
+from ejkernel.ops import shared_file, table_file
 from ejkernel.ops.config import Config, FwdParams
 from ejkernel.ops.persistent import PersistentCache, ShippedTable, write_tuned
 
@@ -43,6 +43,12 @@ def key(call, op="scale@v1", device="cpu|cpu"):
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "deep" / "scale.json"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_written_at_exit():
+    yield
+    shared_file._PENDING.clear()
 
 
 def on_disk(path):
@@ -341,7 +347,7 @@ def test_what_was_known_before_the_file_broke_is_written_again(path):
 def test_a_file_repaired_while_waiting_for_the_lock_is_not_set_aside(path, monkeypatch):
     path.parent.mkdir()
     path.write_text("{")
-    locked = persistent._SharedFile._locked
+    locked = shared_file.SharedFile._locked
 
     def after_another_process(file):
         monkeypatch.undo()
@@ -349,7 +355,7 @@ def test_a_file_repaired_while_waiting_for_the_lock_is_not_set_aside(path, monke
         PersistentCache("scale", path).put(key("a"), {"block": 1})
         return locked(file)
 
-    monkeypatch.setattr(persistent._SharedFile, "_locked", after_another_process)
+    monkeypatch.setattr(shared_file.SharedFile, "_locked", after_another_process)
     assert PersistentCache("scale", path).get(key("a")) == {"block": 1}
     assert corrupt_files(path) == []
 
@@ -366,7 +372,7 @@ def fail_with(code):
 
 def block_lock(path, monkeypatch):
     path.parent.mkdir(exist_ok=True)
-    monkeypatch.setattr(persistent, "_LOCK_SECONDS", 0.05)
+    monkeypatch.setattr(shared_file, "_LOCK_SECONDS", 0.05)
     file = open(path.with_name("scale.json.lock"), "w")  # noqa: SIM115
     fcntl.flock(file, fcntl.LOCK_EX)
     return file.close
@@ -388,7 +394,7 @@ def block_call(module, name, code):
 FAILURES = {
     "home is a file": block_home,
     "directory cannot be made": block_call(Path, "mkdir", errno.EROFS),
-    "file cannot be opened": block_call(persistent, "open", errno.EACCES),
+    "file cannot be opened": block_call(table_file, "open", errno.EACCES),
     "disk full": block_call(os, "fsync", errno.ENOSPC),
     "cannot replace": block_call(os, "replace", errno.EACCES),
     "lock never free": block_lock,
@@ -429,7 +435,7 @@ def test_nobody_waits_twice_for_a_lock_that_does_not_come(path, monkeypatch):
     release()
     cache.put(key("c"), {"block": 3})
     cache.put(key("d"), {"block": 4})
-    wait = persistent._LOCK_SECONDS
+    wait = shared_file._LOCK_SECONDS
     assert patience == [wait, 0, 0, wait]
 
 
@@ -557,4 +563,129 @@ def test_warnings_as_errors_leave_a_cache_that_works(path):
         with pytest.raises(CacheWarning):
             cache.put(key("a"), {"block": 1})
         cache.put(key("b"), {"block": 2})
+    assert on_disk(path) == {"a", "b"}
+
+
+# Entries that could not be written when they were put.
+
+HOLDER = """
+import sys
+import filelock
+with filelock.FileLock(sys.argv[1] + ".lock"):
+    print("held", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@contextlib.contextmanager
+def held_by_another_process(path):
+    """Another process holds the lock of the file in the block."""
+    path.parent.mkdir(exist_ok=True)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert holder.stdout
+    assert holder.stdout.readline() == "held\n"
+    try:
+        yield
+    finally:
+        holder.communicate("\n")
+
+
+@pytest.mark.parametrize("then", ["get", "items", "put", "get of another object"])
+def test_an_entry_put_under_a_held_lock_is_written_by_the_next_use(path, monkeypatch, then):
+    monkeypatch.setattr(shared_file, "_LOCK_SECONDS", 0.05)
+    cache = PersistentCache("scale", path)
+    with held_by_another_process(path):
+        with pytest.warns(CacheWarning, match="cannot be written"):
+            cache.put(key("a"), {"block": 1})
+        assert cache.get(key("a")) == {"block": 1}
+        assert not path.exists()
+    if then == "get":
+        assert cache.get(key("a")) == {"block": 1}
+    elif then == "items":
+        assert len(cache.items()) == 1
+    elif then == "put":
+        cache.put(key("b"), {"block": 2})
+    else:
+        del cache
+        assert PersistentCache("scale", path).get(key("a")) == {"block": 1}
+    assert "a" in on_disk(path)
+
+
+LAST_TRY = """
+import sys
+from ejkernel.ops import shared_file
+from ejkernel.ops.persistent import PersistentCache
+shared_file._LOCK_SECONDS, shared_file._EXIT_SECONDS = 0.01, float(sys.argv[2])
+PersistentCache("scale", sys.argv[1]).put(("cpu|cpu", "scale@v1", "a"), {"block": 1})
+print("put", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("released", [True, False])
+def test_the_exit_of_a_process_is_the_last_try_to_write(path, released):
+    root = str(Path(ejkernel.__file__).parent.parent)
+    with contextlib.ExitStack() as lock:
+        lock.enter_context(held_by_another_process(path))
+        process = subprocess.Popen(
+            [sys.executable, "-c", LAST_TRY, str(path), "20" if released else "0.1"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": root},
+        )
+        assert process.stdout
+        assert process.stdout.readline() == "put\n"
+        if released:
+            lock.close()
+        _, told = process.communicate("\n")
+    assert process.returncode == 0
+    assert ("1 could not be written to" in told) is not released
+    assert "Traceback" not in told
+    assert path.exists() is released
+
+
+def in_a_fork(work):
+    """The exit status of a forked child that works for at most five seconds."""
+    with warnings.catch_warnings(category=RuntimeWarning, action="ignore"):  # JAX has threads
+        child = os.fork()
+    if not child:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(5)
+        try:
+            work()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+
+def test_a_child_forked_while_a_thread_writes_can_read_and_write(path):
+    cache = PersistentCache("scale", path)
+    cache.put(key("a"), {"block": 1})
+    held, done = threading.Event(), threading.Event()
+
+    def write():
+        with cache._file._guard:
+            held.set()
+            done.wait()
+
+    def work():
+        assert cache.get(key("a")) == {"block": 1}
+        cache.put(key("b"), {"block": 2})
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    held.wait()
+    try:
+        assert in_a_fork(work) == 0
+    finally:
+        done.set()
+        thread.join()
     assert on_disk(path) == {"a", "b"}

@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from ejkernel.ops.config import Config
+from ejkernel.ops.config import Config, check_size
 from ejkernel.types.arguments import int_or_traced
 from ejkernel.xla_utils.concrete import concrete_value
 
@@ -69,11 +69,7 @@ def cumulative_lengths(op: str, name: str, cum: object, tokens: int) -> jax.Arra
 def check_positive_ints(config: Config, *names: str) -> None:
     """Refuse a configuration in which one of these fields is not a positive int."""
     for name in names:
-        value = getattr(config, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(
-                f"{type(config).__name__}: {name} must be a positive int, got {value!r}."
-            )
+        check_size(config, name)
 
 
 def as_specs(specs: Specs | list[PartitionSpec | None]) -> Specs:

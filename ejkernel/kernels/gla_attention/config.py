@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from ejkernel.kernels.common.arguments import check_positive_ints
 from ejkernel.ops.config import Config
 
 
@@ -32,12 +33,7 @@ class GLAttentionConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("block_q", "block_k", "block_d", "num_warps", "num_stages"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(
-                    f"{type(self).__name__}: {name} must be a positive int, got {value!r}."
-                )
+        check_positive_ints(self, "block_q", "block_k", "block_d", "num_warps", "num_stages")
         if self.block_q & (self.block_q - 1):
             raise ValueError(
                 f"{type(self).__name__}: block_q must be a power of two, got {self.block_q}."

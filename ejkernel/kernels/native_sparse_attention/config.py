@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from ejkernel.kernels.common.arguments import check_positive_ints
 from ejkernel.ops.config import Config
 
 
@@ -33,9 +34,6 @@ class NativeSparseAttentionConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("block_q", "block_k", "block_d", "block_size", "num_warps", "num_stages"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(
-                    f"NativeSparseAttentionConfig: {name} must be a positive int, got {value!r}."
-                )
+        check_positive_ints(
+            self, "block_q", "block_k", "block_d", "block_size", "num_warps", "num_stages"
+        )

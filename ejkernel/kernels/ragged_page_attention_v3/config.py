@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from ejkernel.ops.config import Config
+from ejkernel.ops.config import Config, check_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,12 +15,8 @@ class PagedConfig(Config):
             value = getattr(self, field.name)
             if field.name in ("platform", "backend") or value is None:
                 continue
-            least = 0 if field.default == 0 else 1
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                kind = "a positive int" if least else "0 or a positive int"
-                raise ValueError(
-                    f"{type(self).__name__}: {field.name} must be {kind}, got {value!r}."
-                )
+            kind = "0 or a positive int" if field.default == 0 else "a positive int"
+            check_size(self, field.name, kind)
 
     @property
     def queries_per_block(self) -> int | None:
