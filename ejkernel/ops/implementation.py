@@ -203,7 +203,8 @@ class Op:
         shardable: letters of the axes that a mesh may split.
         sequence: letters of the axes that `axis_name=` splits.
         over_axis: `over_axis(run, inputs, spec, axis_name)` gives the outputs of one device, which
-            has its shares of these axes; `run(inputs)` is a call on one device.
+            has its shares of these axes; `run(inputs)` is a call on one device. None: the
+            implementations exchange what they need.
         unsplittable: `unsplittable(inputs)` gives those of them that this call cannot split.
         share: `share(inputs, starts)` gives the inputs of one device, which knows by letter the
             index at which its share begins.

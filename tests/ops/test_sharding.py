@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ejkernel.modules import flash_attention, gla_attention, grouped_matmul, page_attention
+from ejkernel.modules import (
+    flash_attention,
+    gla_attention,
+    grouped_matmul,
+    page_attention,
+    ring_attention,
+)
 from ejkernel.ops import partitioned
 from ejkernel.types import MaskInfo
 
@@ -217,6 +223,29 @@ def test_an_explicit_axis_that_cannot_be_split_is_refused():
     (x,) = placed(mesh, draw((4, 16, 8, 8)), (P("dp", "tp"),))
     with pytest.raises(ValueError, match="query cannot be split along 't' over mesh axis tp"):
         attention(x, x, x)
+
+
+@pytest.mark.parametrize("axis_name", [None, "tp"])
+def test_ring_attention_without_a_mesh_gathers_a_split_sequence(axis_name):
+    """Arrays of a `NamedSharding` name no mesh to the call, so that its ring has one device."""
+    arrays = draw((4, 16, 8, 8), (4, 16, 4, 8), (4, 16, 4, 8))
+    run = functools.partial(ring_attention, causal=True, axis_name=axis_name)
+    both = with_gradients(run)
+    arguments = placed(make_mesh(), arrays, (P("dp", "tp"),) * 3)
+    assert_close(jax.jit(both)(*arguments), with_gradients(attention)(*arrays))
+    out = jax.jit(run)(*placed(make_mesh(), arrays, (HEADS,) * 3))
+    assert spec_of(out) == HEADS
+
+
+def test_ring_attention_over_explicit_axes_needs_axis_name():
+    arrays = draw((4, 16, 8, 8), (4, 16, 4, 8), (4, 16, 4, 8))
+    split = placed(make_mesh(AxisType.Explicit), arrays, (P("dp", "tp"),) * 3)
+    message = "query cannot be split along 't' over mesh axis tp; axis_name= splits the sequences"
+    with pytest.raises(ValueError, match=message):
+        ring_attention(*split, causal=True)
+    out = ring_attention(*split, causal=True, axis_name="tp")
+    assert spec_of(out, typed=True) == P("dp", "tp")
+    assert_close(out, attention(*arrays))
 
 
 def test_explicit_axes_that_differ_are_refused():
