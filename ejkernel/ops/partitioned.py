@@ -151,11 +151,22 @@ class Rule:
         picked: Mapping[str, Picked],
     ) -> Any:
         """A result as all devices together have it."""
-        for axis, letter in enumerate(letters or ()):
-            if letter in picked:
-                return picked[letter].put_back(x, axis, shape[axis], self.sums)
-        missing = set(self.op.contracted) if not self.sums else set(over)
-        return _summed(x, letters, shape, {k: v for k, v in over.items() if k in missing})
+        summed = self._summed_axes(letters, shape, over)
+        own = {i: picked[letter] for i, letter in enumerate(letters or ()) if letter in picked}
+        for part in own.values():  # whose `put_back` sums over these axes
+            summed -= set(part.over)
+        x = jax.lax.psum(x, tuple(sorted(summed))) if summed else x
+        for axis, part in own.items():
+            x = part.put_back(x, axis, shape[axis], self.sums)
+        return x
+
+    def _summed_axes(
+        self, letters: Letters | None, shape: tuple[int, ...], over: Mapping[str, MeshAxes]
+    ) -> set[str]:
+        """The mesh axes over which a result is summed: they split letters that it does not have."""
+        letters_summed = set(over) if self.sums else set(over) & self.op.contracted
+        axes = {axis for letter in letters_summed for axis in over[letter]}
+        return axes - _axes_of(letters, over, shape)
 
     def _exchanges(
         self,
@@ -164,10 +175,8 @@ class Rule:
         results: Sequence[Any],
     ) -> bool:
         """Whether the devices have to exchange anything."""
-        summed = set(over) if self.sums else set(over) & self.op.contracted
-        axes = {axis for letter in summed for axis in over[letter]}
         return bool(picked) or any(
-            axes - _axes_of(letters, over, x.shape)
+            self._summed_axes(letters, x.shape, over)
             for letters, x in zip(self.results, results, strict=True)
         )
 
@@ -295,15 +304,6 @@ def _tiling(sharding: Any, rank: int) -> tuple[int, ...]:
         return whole
     devices = list(hlo.tile_assignment_devices())
     return counts if devices == list(range(len(devices))) else whole
-
-
-def _summed(
-    x: Any, letters: Letters | None, shape: tuple[int, ...], over: Mapping[str, MeshAxes]
-) -> Any:
-    """A result summed over the devices that split what it does not have."""
-    every = {axis for split in over.values() for axis in split}
-    missing = sorted(every - _axes_of(letters, over, shape))
-    return jax.lax.psum(x, tuple(missing)) if missing else x
 
 
 def _sharding_rule(

@@ -324,6 +324,22 @@ def test_paged_decoding(kind, pages):
     assert spec_of(got) == P("dp", "tp")
 
 
+@each_kind
+@pytest.mark.parametrize("query", [P("dp", "tp"), P(None, "tp"), BATCH], ids=["both", "heads", "b"])
+def test_gradients_of_a_cache_with_fewer_key_heads_than_devices(kind, query):
+    """The cache and its scales have no batch: their gradients are sums over "dp", too."""
+    queries, cache = draw((4, 8, 8), (16, 4, 2, 8))
+    scale = jnp.array([1.5, 0.5])
+    lengths, tables = jnp.array([3, 8, 1, 16]), jnp.arange(16).reshape(4, 4)
+
+    def run(query, cache, scale, lengths, tables):
+        return page_attention(query, cache, cache, lengths, tables, k_scale=scale, v_scale=scale)
+
+    batch = P(*query[:1])
+    specs = (query, P(), P(), batch, batch)
+    check(run, (queries, cache, scale, lengths, tables), specs, make_mesh(kind))
+
+
 def test_the_state_of_shared_key_heads_is_whole_on_every_device():
     q, k = draw((4, 16, 8, 8), (4, 16, 2, 8))
 
