@@ -52,6 +52,8 @@ class Rule(NamedTuple):
         anew: those of a call of other shapes, or on another device than expected.
         xla: the passes that forward mode differentiates; raises where there are none.
         partitionable: the passes that XLA itself can split over devices; raises likewise.
+        partial: from inputs and contracted letters that are split, the rule for shards whose
+            results are summed over these letters.
         device: the device that `passes` were chosen for; None: they run anywhere.
     """
 
@@ -60,12 +62,16 @@ class Rule(NamedTuple):
     anew: Callable[[Device | None], Passes]
     xla: Callable[[], Passes]
     partitionable: Callable[[], Passes]
+    partial: "Callable[[CallInputs, frozenset[str]], Rule]"
     device: Device | None = None
 
     @classmethod
     def of(cls, op: Op, passes: Passes) -> "Rule":
         """A rule whose passes are XLA's, or stand for them."""
-        return cls(op, passes, lambda device: passes, lambda: passes, lambda: passes)
+        anywhere = lambda: passes
+        return cls(
+            op, passes, lambda device: passes, anywhere, anywhere, lambda *_: cls.of(op, passes)
+        )
 
 
 def apply(rule: Rule, inputs: CallInputs) -> PyTree:
@@ -93,12 +99,19 @@ def _by_xla(rule: Rule, run: Callable[..., PyTree], **rules: Any) -> Stage:
     return Stage(op=rule.op, run=run, device=None, **again, **rules)
 
 
+def _partial(
+    rule: Rule, stage: Callable[[Rule], Stage]
+) -> Callable[[CallInputs, frozenset[str]], Stage]:
+    """For `Stage.partial`: the same stage of the rule for shards."""
+    return lambda inputs, letters: stage(rule.partial(inputs, letters))
+
+
 def _value(rule: Rule) -> Stage:
     def jvp(trees: tuple[PyTree], tangents: tuple[PyTree]) -> tuple[PyTree, PyTree]:
         outputs, residuals = _named(rule, bind(_forward(rule), *trees))
         return outputs, _tangent_of(rule, *trees, residuals, *tangents, outputs)
 
-    return _stage(rule, "value", jvp=jvp)
+    return _stage(rule, "value", jvp=jvp, partial=_partial(rule, _value))
 
 
 def _forward(rule: Rule) -> Stage:
@@ -107,7 +120,7 @@ def _forward(rule: Rule) -> Stage:
         d_outputs = _tangent_of(rule, *trees, residuals, *tangents, outputs)
         return (outputs, residuals), (d_outputs, jax.tree.map(lambda x: None, residuals))
 
-    return _stage(rule, "forward", jvp=jvp)
+    return _stage(rule, "forward", jvp=jvp, partial=_partial(rule, _forward))
 
 
 def _backward(rule: Rule) -> Stage:
@@ -154,7 +167,8 @@ def _tangent(rule: Rule) -> Stage:
     ) -> PyTree:
         return bind(_backward(rule), inputs, residuals, cotangents)
 
-    return _by_xla(rule, run, jvp=jvp, transposes={2: transpose})
+    rules = {"jvp": jvp, "transposes": {2: transpose}, "partial": _partial(rule, _tangent)}
+    return _by_xla(rule, run, **rules)
 
 
 def _second_backward(rule: Rule) -> Stage:
@@ -194,7 +208,8 @@ def _second_tangent(rule: Rule) -> Stage:
         return bind(_second_backward(rule), inputs, residuals, d_inputs, given)
 
     jvp = functools.partial(_jvp_of, run)
-    return _by_xla(rule, run, jvp=jvp, transposes={2: of_first, 3: of_second})
+    rules = {"transposes": {2: of_first, 3: of_second}, "partial": _partial(rule, _second_tangent)}
+    return _by_xla(rule, run, jvp=jvp, **rules)
 
 
 def _tangent_of(

@@ -210,7 +210,15 @@ class Executor:
         choice = choice or self._choose(
             Invocation(op, inputs, spec, device, request.platform), request
         )
-        rule = differentiable.Rule(
+        return differentiable.apply(self._rule(op, spec, request, device, choice), inputs)
+
+    def _rule(
+        self, op: Op, spec: CallSpec, request: Request, device: Device, choice: Choice
+    ) -> differentiable.Rule:
+        def partial(inputs: CallInputs, letters: frozenset[str]) -> differentiable.Rule:
+            return self._rule(op, op.partial_spec(inputs, spec, letters), request, device, choice)
+
+        return differentiable.Rule(
             op=op,
             passes=self._passes(op, spec, request, device, choice),
             anew=functools.partial(self._anew, op, spec, request, device),
@@ -218,9 +226,9 @@ class Executor:
             partitionable=functools.partial(
                 self._partitionable_passes, op, spec, request, device, choice
             ),
+            partial=partial,
             device=None if _wanted_platform(request) == Platform.XLA else device,
         )
-        return differentiable.apply(rule, inputs)
 
     def _symbolic(
         self, op: Op, spec: CallSpec, request: Request, device: Device, inputs: CallInputs

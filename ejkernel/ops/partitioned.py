@@ -136,7 +136,7 @@ class Rule:
             }
             found = self.run(starts, *own[constants:])
             return [
-                self._whole(x, letters, full.shape, over, picked)
+                self._whole(x, letters, full.shape, over, picked).astype(full.dtype)
                 for x, letters, full in zip(found, self.results, results, strict=True)
             ]
 

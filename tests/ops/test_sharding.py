@@ -289,6 +289,28 @@ def test_grouped_matmul(kind, specs, forward):
     check(grouped_matmul, (x, weights, ids), specs, make_mesh(kind), forward)
 
 
+@each_kind
+@pytest.mark.parametrize("transpose_rhs", [False, True])
+def test_grouped_matmul_adds_partial_sums_in_float32(kind, transpose_rhs):
+    """Eight parts of the inner dimension that are rounded once, after they are added."""
+    x, weights = (jnp.asarray(a, jnp.bfloat16) for a in draw((16, 512), (4, 512, 16)))
+    ids = jnp.asarray(np.arange(16) % 4, jnp.int32)
+    inner = ("dp", "tp")
+    specs = P(None, inner), P(None, inner), P()
+    if transpose_rhs:
+        weights, specs = weights.mT, (specs[0], P(None, None, inner), P())
+    run = functools.partial(grouped_matmul, transpose_rhs=transpose_rhs)
+    exact = run(x.astype(jnp.float32), weights.astype(jnp.float32), ids)
+    along = lambda x, weights, ids: jax.jvp(lambda x: run(x, weights, ids), (x,), (x,))[1]
+    arguments = placed(make_mesh(kind), (x, weights, ids), specs)
+    for function in (run, along):
+        got = jax.jit(function)(*arguments)
+        assert got.dtype == jnp.bfloat16
+        # Half of the last place, and what the order of a float32 sum may change.
+        got = np.asarray(got, np.float32)
+        np.testing.assert_allclose(got, np.asarray(exact), rtol=2**-8, atol=1e-4)
+
+
 def test_grouped_matmul_with_sizes_uses_the_mesh_of_the_context():
     """Rows that are split, of which each device has a part of a group."""
     x, weights = draw((16, 8), (4, 8, 16))

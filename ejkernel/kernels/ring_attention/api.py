@@ -169,9 +169,7 @@ def ring_attention(
         hops=hops,
         dropout_prob=float(dropout_prob),
     )
-    request = Request(
-        platform, cfg, split.mesh, split.in_specs, out_specs, axis_name=split.name
-    )
+    request = Request(platform, cfg, split.mesh, split.in_specs, out_specs, axis_name=split.name)
     out, _ = executor.run(OP, inputs, spec, request)
     return out
 
