@@ -223,6 +223,12 @@ def _lower(context: Any, *values: Any, call: _Call, jaxpr: ClosedJaxpr | None) -
         if {backend_of(name) for name in module.platforms} & partitioned.WITHOUT_RULES:
             if device is not None:
                 function = call.flat(call.stage.partitionable())
+        elif getattr(module.lowering_parameters, "for_export", False):
+            raise UnsupportedError(
+                f"{call.stage.op.name}: a program over several devices with automatic mesh axes "
+                "cannot be exported: shard over explicit axes (jax.set_mesh), pass mesh= and "
+                "in_specs=, or call inside jax.shard_map."
+            )
         else:
             jaxpr = jaxpr or jax.make_jaxpr(function)(*context.avals_in)
             function = functools.partial(_partitioning(call, device, context.avals_in), jaxpr)
