@@ -214,11 +214,11 @@ class Executor:
 
     def _rule(
         self, op: Op, spec: CallSpec, request: Request, device: Device, choice: Choice
-    ) -> differentiable.Rule:
-        def partial(inputs: CallInputs, letters: frozenset[str]) -> differentiable.Rule:
+    ) -> differentiable.DerivativeRule:
+        def partial(inputs: CallInputs, letters: frozenset[str]) -> differentiable.DerivativeRule:
             return self._rule(op, op.partial_spec(inputs, spec, letters), request, device, choice)
 
-        return differentiable.Rule(
+        return differentiable.DerivativeRule(
             op=op,
             passes=self._passes(op, spec, request, device, choice),
             anew=functools.partial(self._anew, op, spec, request, device),

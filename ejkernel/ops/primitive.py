@@ -258,7 +258,9 @@ def _actual_device(op: Op, expected: Device, module: Any) -> Device:
     )
 
 
-def _partitioning(call: _Call, device: Device | None, leaves: Sequence[Any]) -> partitioned.Rule:
+def _partitioning(
+    call: _Call, device: Device | None, leaves: Sequence[Any]
+) -> partitioned.PartitionRule:
     trees = call.trees(leaves)
     letters = axes.of_leaves(jax.tree.unflatten(call.results, call.shapes))
     op = call.stage.op
@@ -272,7 +274,7 @@ def _partitioning(call: _Call, device: Device | None, leaves: Sequence[Any]) -> 
 
         return call.flat(of_share)(*leaves)
 
-    return partitioned.Rule(
+    return partitioned.PartitionRule(
         op=op,
         shardable=op.shardable - op.unsplittable(trees[0]),
         run=local,
