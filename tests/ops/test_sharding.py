@@ -347,7 +347,7 @@ def test_paged_decoding(kind, pages):
 
 
 @each_kind
-@pytest.mark.parametrize("query", [P("dp", "tp"), P(None, "tp"), BATCH], ids=["both", "heads", "b"])
+@pytest.mark.parametrize("query", [P("dp", "tp"), P(None, "tp")], ids=["both", "heads"])
 def test_gradients_of_a_cache_with_fewer_key_heads_than_devices(kind, query):
     """The cache and its scales have no batch: their gradients are sums over "dp", too."""
     queries, cache = draw((4, 8, 8), (16, 4, 2, 8))
