@@ -44,7 +44,7 @@ class Passes(NamedTuple):
     backward: Callable[[CallInputs, PyTree, PyTree], PyTree]
 
 
-class Rule(NamedTuple):
+class DerivativeRule(NamedTuple):
     """How a call of `op` is computed and differentiated.
 
     Attributes:
@@ -52,6 +52,8 @@ class Rule(NamedTuple):
         reselect: those of a call of other shapes, or on another device than expected.
         xla: the passes that forward mode differentiates; raises where there are none.
         partitionable: the passes that XLA itself can split over devices; raises likewise.
+        partial: from inputs and contracted letters that are split, the rule for shards whose
+            results are summed over these letters.
         device: the device that `passes` were chosen for; None: they run anywhere.
     """
 
@@ -60,22 +62,26 @@ class Rule(NamedTuple):
     reselect: Callable[[Device | None], Passes]
     xla: Callable[[], Passes]
     partitionable: Callable[[], Passes]
+    partial: "Callable[[CallInputs, frozenset[str]], DerivativeRule]"
     device: Device | None = None
 
     @classmethod
-    def of(cls, op: Op, passes: Passes) -> "Rule":
+    def of(cls, op: Op, passes: Passes) -> "DerivativeRule":
         """A rule whose passes are XLA's, or stand for them."""
-        return cls(op, passes, lambda device: passes, lambda: passes, lambda: passes)
+        anywhere = lambda: passes
+        return cls(
+            op, passes, lambda device: passes, anywhere, anywhere, lambda *_: cls.of(op, passes)
+        )
 
 
-def apply(rule: Rule, inputs: CallInputs) -> PyTree:
+def apply(rule: DerivativeRule, inputs: CallInputs) -> PyTree:
     """The outputs of the call."""
     if not any(axes.of_leaves(inputs)):  # a user's kernel, which JAX batches and splits by itself
         return _without_letters(rule.passes, inputs)
     return bind(_value(rule), inputs)
 
 
-def _stage(rule: Rule, name: str, **rules: Any) -> Stage:
+def _stage(rule: DerivativeRule, name: str, **rules: Any) -> Stage:
     """A pass of the call; it is selected again for other shapes."""
     return Stage(
         op=rule.op,
@@ -87,30 +93,37 @@ def _stage(rule: Rule, name: str, **rules: Any) -> Stage:
     )
 
 
-def _by_xla(rule: Rule, run: Callable[..., PyTree], **rules: Any) -> Stage:
+def _by_xla(rule: DerivativeRule, run: Callable[..., PyTree], **rules: Any) -> Stage:
     """A derivative of the passes of XLA."""
     again = {"reselect": lambda device: run, "partitionable": lambda: run}
     return Stage(op=rule.op, run=run, device=None, **again, **rules)
 
 
-def _value(rule: Rule) -> Stage:
+def _partial(
+    rule: DerivativeRule, stage: Callable[[DerivativeRule], Stage]
+) -> Callable[[CallInputs, frozenset[str]], Stage]:
+    """For `Stage.partial`: the same stage of the rule for shards."""
+    return lambda inputs, letters: stage(rule.partial(inputs, letters))
+
+
+def _value(rule: DerivativeRule) -> Stage:
     def jvp(trees: tuple[PyTree], tangents: tuple[PyTree]) -> tuple[PyTree, PyTree]:
         outputs, residuals = _named(rule, bind(_forward(rule), *trees))
         return outputs, _tangent_of(rule, *trees, residuals, *tangents, outputs)
 
-    return _stage(rule, "value", jvp=jvp)
+    return _stage(rule, "value", jvp=jvp, partial=_partial(rule, _value))
 
 
-def _forward(rule: Rule) -> Stage:
+def _forward(rule: DerivativeRule) -> Stage:
     def jvp(trees: tuple[PyTree], tangents: tuple[PyTree]) -> tuple[PyTree, PyTree]:
         outputs, residuals = bind(_forward(rule), *trees)
         d_outputs = _tangent_of(rule, *trees, residuals, *tangents, outputs)
         return (outputs, residuals), (d_outputs, jax.tree.map(lambda x: None, residuals))
 
-    return _stage(rule, "forward", jvp=jvp)
+    return _stage(rule, "forward", jvp=jvp, partial=_partial(rule, _forward))
 
 
-def _backward(rule: Rule) -> Stage:
+def _backward(rule: DerivativeRule) -> Stage:
     def jvp(trees: tuple[PyTree, ...], tangents: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
         inputs, residuals, cotangents = trees
         d_inputs, _, d_cotangents = tangents
@@ -133,7 +146,7 @@ def _backward(rule: Rule) -> Stage:
     return _stage(rule, "backward", sums=True, jvp=jvp, transposes={2: transpose})
 
 
-def _tangent(rule: Rule) -> Stage:
+def _tangent(rule: DerivativeRule) -> Stage:
     def run(inputs: CallInputs, residuals: PyTree, d_inputs: PyTree) -> PyTree:
         return _directional(lambda x: _floats(rule.xla().value(x)), inputs, d_inputs)
 
@@ -154,10 +167,11 @@ def _tangent(rule: Rule) -> Stage:
     ) -> PyTree:
         return bind(_backward(rule), inputs, residuals, cotangents)
 
-    return _by_xla(rule, run, jvp=jvp, transposes={2: transpose})
+    rules = {"jvp": jvp, "transposes": {2: transpose}, "partial": _partial(rule, _tangent)}
+    return _by_xla(rule, run, **rules)
 
 
-def _second_backward(rule: Rule) -> Stage:
+def _second_backward(rule: DerivativeRule) -> Stage:
     def run(inputs: CallInputs, residuals: PyTree, d_inputs: PyTree, cotangents: PyTree) -> PyTree:
         passes = rule.xla()
         gradients = lambda x: passes.backward(x, passes.forward(x)[1], cotangents)
@@ -178,7 +192,7 @@ def _second_backward(rule: Rule) -> Stage:
     return _by_xla(rule, run, sums=True, jvp=jvp, transposes=transposes)
 
 
-def _second_tangent(rule: Rule) -> Stage:
+def _second_tangent(rule: DerivativeRule) -> Stage:
     def run(inputs: CallInputs, residuals: PyTree, d_inputs: PyTree, along: PyTree) -> PyTree:
         tangent = lambda x: _tangent(rule).run(x, residuals, d_inputs)
         return _directional(tangent, inputs, along)
@@ -194,11 +208,12 @@ def _second_tangent(rule: Rule) -> Stage:
         return bind(_second_backward(rule), inputs, residuals, d_inputs, given)
 
     jvp = functools.partial(_jvp_of, run)
-    return _by_xla(rule, run, jvp=jvp, transposes={2: of_first, 3: of_second})
+    rules = {"transposes": {2: of_first, 3: of_second}, "partial": _partial(rule, _second_tangent)}
+    return _by_xla(rule, run, jvp=jvp, **rules)
 
 
 def _tangent_of(
-    rule: Rule, inputs: CallInputs, residuals: PyTree, d_inputs: PyTree, outputs: PyTree
+    rule: DerivativeRule, inputs: CallInputs, residuals: PyTree, d_inputs: PyTree, outputs: PyTree
 ) -> PyTree:
     return bind(_tangent(rule), inputs, residuals, d_inputs, like=_floats(outputs))
 
@@ -247,7 +262,7 @@ def _sum(parts: list[PyTree]) -> PyTree:
     return jax.tree.map(lambda *x: functools.reduce(jnp.add, x), *parts)
 
 
-def _named(rule: Rule, results: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+def _named(rule: DerivativeRule, results: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
     """Outputs and residuals under the names that `jax.checkpoint` policies know them by."""
     known: dict[int, Any] = {}
 

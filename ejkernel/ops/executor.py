@@ -38,7 +38,7 @@ class Request:
     """How the caller wants a call to be run; specs given as a list become a tuple.
 
     `finish(outputs)`, a function of a module, rearranges the results in the program of the call.
-    `axis_name` is the mesh axis of `Op.over_axis`: of `mesh`, of the types, or mapped already.
+    `axis_name` is the mesh axis of `Op.sequence`: of `mesh`, of the types, or mapped already.
     """
 
     platform: str | None = None
@@ -177,7 +177,7 @@ class Executor:
         mesh = request.mesh
         if symbolic.has_symbolic_sizes(jax.tree.leaves(inputs)):
             run = functools.partial(self._symbolic, op, spec, request, device)
-        elif mesh is None and request.axis_name is None:
+        elif mesh is None and (request.axis_name is None or op.over_axis is None):
             # Chosen out here, where integer arrays may still be concrete and errors are short.
             choice = self._choose(Invocation(op, inputs, spec, device, request.platform), request)
             run = functools.partial(self._apply, op, spec, request, device, choice)
@@ -206,7 +206,15 @@ class Executor:
         choice = choice or self._choose(
             Invocation(op, inputs, spec, device, request.platform), request
         )
-        rule = differentiable.Rule(
+        return differentiable.apply(self._rule(op, spec, request, device, choice), inputs)
+
+    def _rule(
+        self, op: Op, spec: CallSpec, request: Request, device: Device, choice: Choice
+    ) -> differentiable.DerivativeRule:
+        def partial(inputs: CallInputs, letters: frozenset[str]) -> differentiable.DerivativeRule:
+            return self._rule(op, op.partial_spec(inputs, spec, letters), request, device, choice)
+
+        return differentiable.DerivativeRule(
             op=op,
             passes=self._passes(op, spec, request, device, choice),
             reselect=functools.partial(self._reselect, op, spec, request, device),
@@ -214,9 +222,9 @@ class Executor:
             partitionable=functools.partial(
                 self._partitionable_passes, op, spec, request, device, choice
             ),
+            partial=partial,
             device=None if _wanted_platform(request) == Platform.XLA else device,
         )
-        return differentiable.apply(rule, inputs)
 
     def _symbolic(
         self, op: Op, spec: CallSpec, request: Request, device: Device, inputs: CallInputs
@@ -380,9 +388,9 @@ def _over_devices(
 ) -> Callable[[CallInputs], Any]:
     """The call over a mesh, or on the share that a device has already, from that of one device."""
     axis_name, mesh, run = request.axis_name, request.mesh, local
-    if axis_name is not None and op.over_axis is not None:
-        over_axis = op.over_axis
-        run = lambda inputs: over_axis(local, inputs, spec, axis_name)
+    if axis_name is not None:
+        if (over_axis := op.over_axis) is not None:
+            run = lambda inputs: over_axis(local, inputs, spec, axis_name)
         op = dataclasses.replace(op, shardable=op.shardable | op.sequence)
     if mesh is None:
         return run

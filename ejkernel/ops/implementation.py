@@ -40,6 +40,10 @@ def _same_inputs(inputs: CallInputs, starts: Mapping[str, Any]) -> CallInputs:
     return inputs
 
 
+def _same_spec(inputs: CallInputs, spec: CallSpec, letters: frozenset[str]) -> CallSpec:
+    return spec
+
+
 def _yields_to_none(inputs: CallInputs, spec: CallSpec, device: Device) -> frozenset[Platform]:
     return frozenset()
 
@@ -203,11 +207,14 @@ class Op:
         shardable: letters of the axes that a mesh may split.
         sequence: letters of the axes that `axis_name=` splits.
         over_axis: `over_axis(run, inputs, spec, axis_name)` gives the outputs of one device, which
-            has its shares of these axes; `run(inputs)` is a call on one device.
+            has its shares of these axes; `run(inputs)` is a call on one device. None: the
+            implementations exchange what they need.
         unsplittable: `unsplittable(inputs)` gives those of them that this call cannot split.
         share: `share(inputs, starts)` gives the inputs of one device, which knows by letter the
             index at which its share begins.
         contracted: those of them that no output has: the results of the shards are summed.
+        partial_spec: `partial_spec(inputs, spec, letters)` gives the static arguments with which
+            shards compute results that are summed over these letters: wide enough for a sum.
         replicated: fields of `Inputs` that a mesh splits along batch and heads only.
         bucketed: letters of the axes whose exact size does not matter for tuning.
         later_inputs: fields of `Inputs` younger than tuned tables that exist: where such a field
@@ -239,6 +246,7 @@ class Op:
     unsplittable: Callable[[Any], frozenset[str]] = _all_splittable
     share: Callable[[Any, Mapping[str, Any]], Any] = _same_inputs
     contracted: frozenset[str] = frozenset()
+    partial_spec: Callable[[Any, Any, frozenset[str]], Any] = _same_spec
     replicated: frozenset[str] = frozenset()
     bucketed: frozenset[str] = frozenset()
     later_inputs: frozenset[str] = frozenset()

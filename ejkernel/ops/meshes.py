@@ -1,6 +1,7 @@
 """The mesh around a call: JAX's own context, and the older `with mesh:`."""
 
-from collections.abc import Hashable
+import math
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import jax
@@ -24,6 +25,11 @@ def bound_axis_size(name: Hashable) -> int | None:
         return jax.lax.axis_size(name)
     except NameError:
         return None
+
+
+def axes_size(mesh: Mesh | AbstractMesh, names: Iterable[str]) -> int:
+    """The number of devices along these mesh axes together."""
+    return math.prod(mesh.shape[name] for name in names)
 
 
 def varying_axes(x: Any) -> frozenset[str]:

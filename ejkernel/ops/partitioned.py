@@ -1,9 +1,9 @@
 """One partitioning rule for every op: how automatic sharding splits a call, from its axis letters.
 
 Under `jit`, XLA decides how arrays are split over the devices after the program is traced. A kernel
-is opaque to it, so that without a rule every operand is gathered on every device. `Rule` gives a
-call such a rule: batch and heads stay split, what cannot be split is gathered, and each device runs
-the implementation that is best for its share.
+is opaque to it, so that without a rule every operand is gathered on every device. `PartitionRule`
+gives a call such a rule: batch and heads stay split, what cannot be split is gathered, and each
+device runs the implementation that is best for its share.
 
     factors     one for each axis letter; query heads are key heads times the group, `(k g)`
     splits      letters of `Op.shardable`, each over the mesh axes that its first operand has it on
@@ -28,6 +28,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ejkernel.ops.implementation import Op
+from ejkernel.ops.meshes import axes_size
 from ejkernel.ops.picked import Picked, picked_heads
 
 # The compilers that know no rule but their own: libtpu has no `custom_partitioning`.
@@ -66,7 +67,7 @@ def _in_this_context(run: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Rule:
+class PartitionRule:
     """How one call is split.
 
     Attributes:
@@ -131,12 +132,12 @@ class Rule:
                 for i, (x, letters) in enumerate(zip(leaves, self.operands, strict=True))
             ]
             starts = {
-                letter: jax.lax.axis_index(axes) * (sizes[letter] // _count(mesh, axes))
+                letter: jax.lax.axis_index(axes) * (sizes[letter] // axes_size(mesh, axes))
                 for letter, axes in over.items()
             }
             found = self.run(starts, *own[constants:])
             return [
-                self._whole(x, letters, full.shape, over, picked)
+                self._whole(x, letters, full.shape, over, picked).astype(full.dtype)
                 for x, letters, full in zip(found, self.results, results, strict=True)
             ]
 
@@ -151,11 +152,22 @@ class Rule:
         picked: Mapping[str, Picked],
     ) -> Any:
         """A result as all devices together have it."""
-        for axis, letter in enumerate(letters or ()):
-            if letter in picked:
-                return picked[letter].put_back(x, axis, shape[axis], self.sums)
-        missing = set(self.op.contracted) if not self.sums else set(over)
-        return _summed(x, letters, shape, {k: v for k, v in over.items() if k in missing})
+        summed = self._summed_axes(letters, shape, over)
+        own = {i: picked[letter] for i, letter in enumerate(letters or ()) if letter in picked}
+        for part in own.values():  # whose `put_back` sums over these axes
+            summed -= set(part.over)
+        x = jax.lax.psum(x, tuple(sorted(summed))) if summed else x
+        for axis, part in own.items():
+            x = part.put_back(x, axis, shape[axis], self.sums)
+        return x
+
+    def _summed_axes(
+        self, letters: Letters | None, shape: tuple[int, ...], over: Mapping[str, MeshAxes]
+    ) -> set[str]:
+        """The mesh axes over which a result is summed: they split letters that it does not have."""
+        letters_summed = set(over) if self.sums else set(over) & self.op.contracted
+        axes = {axis for letter in letters_summed for axis in over[letter]}
+        return axes - _axes_of(letters, over, shape)
 
     def _exchanges(
         self,
@@ -164,10 +176,8 @@ class Rule:
         results: Sequence[Any],
     ) -> bool:
         """Whether the devices have to exchange anything."""
-        summed = set(over) if self.sums else set(over) & self.op.contracted
-        axes = {axis for letter in summed for axis in over[letter]}
         return bool(picked) or any(
-            axes - _axes_of(letters, over, x.shape)
+            self._summed_axes(letters, x.shape, over)
             for letters, x in zip(self.results, results, strict=True)
         )
 
@@ -189,7 +199,7 @@ class Rule:
                 if entry is None or name not in self.shardable or name in over:
                     continue
                 found = (entry,) if isinstance(entry, str) else tuple(entry)
-                if used & set(found) or size % _count(mesh, found):
+                if used & set(found) or size % axes_size(mesh, found):
                     continue
                 over[name] = found
                 used |= set(found)
@@ -219,12 +229,12 @@ class Rule:
             over.pop(many, None)
             if along is None:
                 continue
-            while along and sizes[many] % _count(mesh, along):
+            while along and sizes[many] % axes_size(mesh, along):
                 along = along[:-1]
             if sizes[few] == 1:
                 over[many] = along
                 continue
-            count = _count(mesh, along)
+            count = axes_size(mesh, along)
             if sizes[few] % count == 0:
                 over[many] = over[few] = along
                 continue
@@ -240,10 +250,6 @@ def _pick(x: Any, letters: Letters | None, picked: Mapping[str, Picked], is_cota
             own = picked[letter].take(x, axis)
             return picked[letter].of_first(own) if is_cotangent else own
     return x
-
-
-def _count(mesh: Mesh | AbstractMesh, over: MeshAxes) -> int:
-    return math.prod(mesh.shape[axis] for axis in over)
 
 
 def _spec(
@@ -272,7 +278,11 @@ def _axes_of(
 def _without_names(arrays: Sequence[Any]) -> tuple[AbstractMesh, list[tuple[Any, ...]]]:
     """A mesh with an axis for each dimension that the most split array is split along.
 
-    And by array the names of these axes, for arrays that are split in the same way.
+    And for each array the mesh axes of its dimensions, if it is split as that array is. Of arrays
+    with the tilings (2, 1, 4, 1), (2, 1, 4, 1) and (1, 1), the first has the mesh axes `axis_0` of
+    2 and `axis_2` of 4 devices:
+
+        ("axis_0", None, "axis_2", None), ("axis_0", None, "axis_2", None), ()
     """
     tilings = [_tiling(x.sharding, len(x.shape)) for x in arrays]
     finest = max(tilings, key=math.prod, default=())
@@ -285,7 +295,14 @@ def _without_names(arrays: Sequence[Any]) -> tuple[AbstractMesh, list[tuple[Any,
 
 
 def _tiling(sharding: Any, rank: int) -> tuple[int, ...]:
-    """The number of parts along each dimension; all 1 unless devices are numbered in that order."""
+    """The number of parts along each dimension; all 1 if the parts are not on devices 0, 1, ...
+
+    Of an array of rank 4 that is split over eight devices:
+
+        {devices=[2,1,4,1]<=[8]}                              (2, 1, 4, 1)
+        {devices=[2,1,4,1]<=[4,2]T(1,0)}                      (1, 1, 1, 1): devices 0, 2, 4, ...
+        {devices=[2,1,1,1,4]<=[8] last_tile_dim_replicate}    (1, 1, 1, 1): 4 copies of each part
+    """
     hlo = sharding._to_xla_hlo_sharding(rank)
     whole = (1,) * rank
     if hlo.is_replicated() or hlo.is_manual() or hlo.subgroup_types():
@@ -297,17 +314,8 @@ def _tiling(sharding: Any, rank: int) -> tuple[int, ...]:
     return counts if devices == list(range(len(devices))) else whole
 
 
-def _summed(
-    x: Any, letters: Letters | None, shape: tuple[int, ...], over: Mapping[str, MeshAxes]
-) -> Any:
-    """A result summed over the devices that split what it does not have."""
-    every = {axis for split in over.values() for axis in split}
-    missing = sorted(every - _axes_of(letters, over, shape))
-    return jax.lax.psum(x, tuple(missing)) if missing else x
-
-
 def _sharding_rule(
-    rule: Rule, mesh: Mesh, operands: list, results: list
+    rule: PartitionRule, mesh: Mesh, operands: list, results: list
 ) -> tuple[str, dict[str, Any]]:
     """The rule in Shardy's notation; which factors cannot be split, and sizes of groups."""
     sizes: dict[str, int] = {}

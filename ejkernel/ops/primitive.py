@@ -28,7 +28,7 @@ from jaxtyping import PyTree
 
 from ejkernel.errors import UnsupportedError
 from ejkernel.ops import axes, batching, partitioned
-from ejkernel.ops.implementation import Op
+from ejkernel.ops.implementation import CallInputs, Op
 from ejkernel.ops.meshes import varying_axes
 from ejkernel.ops.platform import Device, backend_of, describe, target
 
@@ -49,6 +49,8 @@ class Stage:
         reselect: the function for arrays of other shapes or for another device, with a choice of
             its own.
         partitionable: the function in operations that XLA itself can split over devices.
+        partial: from inputs and contracted letters that are split, the stage for shards whose
+            results are summed over these letters; None: this one.
         device: the device that `run` was chosen for; None: it runs anywhere.
         sums: whether a result that lacks a split letter is a sum over it, as a gradient is.
         jvp: from arguments and their tangents, None where a tangent is 0, results and theirs.
@@ -61,6 +63,7 @@ class Stage:
     reselect: Callable[[Device | None], Callable[..., PyTree]]
     partitionable: Callable[[], Callable[..., PyTree]]
     device: Device | None
+    partial: Callable[[CallInputs, frozenset[str]], "Stage"] | None = None
     sums: bool = False
     jvp: Callable[[tuple[PyTree, ...], tuple[PyTree, ...]], tuple[PyTree, PyTree]]
     transposes: Mapping[int, Callable[..., PyTree]] = dataclasses.field(default_factory=dict)
@@ -220,6 +223,12 @@ def _lower(context: Any, *values: Any, call: _Call, jaxpr: ClosedJaxpr | None) -
         if {backend_of(name) for name in module.platforms} & partitioned.WITHOUT_RULES:
             if device is not None:
                 function = call.flat(call.stage.partitionable())
+        elif getattr(module.lowering_parameters, "for_export", False):
+            raise UnsupportedError(
+                f"{call.stage.op.name}: a program over several devices with automatic mesh axes "
+                "cannot be exported: shard over explicit axes (jax.set_mesh), pass mesh= and "
+                "in_specs=, or call inside jax.shard_map."
+            )
         else:
             jaxpr = jaxpr or jax.make_jaxpr(function)(*context.avals_in)
             function = functools.partial(_partitioning(call, device, context.avals_in), jaxpr)
@@ -249,16 +258,23 @@ def _actual_device(op: Op, expected: Device, module: Any) -> Device:
     )
 
 
-def _partitioning(call: _Call, device: Device | None, leaves: Sequence[Any]) -> partitioned.Rule:
+def _partitioning(
+    call: _Call, device: Device | None, leaves: Sequence[Any]
+) -> partitioned.PartitionRule:
     trees = call.trees(leaves)
     letters = axes.of_leaves(jax.tree.unflatten(call.results, call.shapes))
-    op, run = call.stage.op, call.stage.reselect(device)
+    op = call.stage.op
 
     def local(starts: Mapping[str, Any], *leaves: Any) -> list[Any]:
-        of_share = lambda inputs, *rest: run(op.share(inputs, starts), *rest)
+        def of_share(inputs: CallInputs, *rest: PyTree) -> PyTree:
+            inputs, stage = op.share(inputs, starts), call.stage
+            if stage.partial is not None and (summed := op.contracted.intersection(starts)):
+                stage = stage.partial(inputs, summed)
+            return stage.reselect(device)(inputs, *rest)
+
         return call.flat(of_share)(*leaves)
 
-    return partitioned.Rule(
+    return partitioned.PartitionRule(
         op=op,
         shardable=op.shardable - op.unsplittable(trees[0]),
         run=local,

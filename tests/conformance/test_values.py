@@ -11,7 +11,7 @@ from evidence import proves
 
 from ejkernel.cli.oracle import VALUE_FLOOR, with_gradients
 from ejkernel.ops import executor
-from ejkernel.ops.differentiable import Passes, Rule, apply
+from ejkernel.ops.differentiable import DerivativeRule, Passes, apply
 from ejkernel.ops.executor import Request
 
 
@@ -100,4 +100,4 @@ def paired(call, forward, params, backward, other):
             x, saved, d_outputs, spec, other, device=device
         ),
     )
-    return functools.partial(apply, Rule.of(call.op, passes))
+    return functools.partial(apply, DerivativeRule.of(call.op, passes))

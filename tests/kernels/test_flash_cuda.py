@@ -74,7 +74,7 @@ def by_cuda(spec, forward=cudnn.run_forward):
         lambda inputs: forward(inputs, spec, None),
         lambda inputs, saved, d_out: cudnn.run_backward(inputs, saved, d_out, spec, None),
     )
-    return functools.partial(differentiable.apply, differentiable.Rule.of(OP, passes))
+    return functools.partial(differentiable.apply, differentiable.DerivativeRule.of(OP, passes))
 
 
 def draw(

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from ejkernel.errors import UnsupportedError
 from ejkernel.modules import flash_attention, gla_attention, grouped_matmul, mean_pooling
@@ -108,3 +110,59 @@ def test_a_kernel_of_another_backend_is_not_replaced():
     refused = pytest.raises(UnsupportedError, match="platform='triton' does not support this call")
     with target_device("TPU v5 lite"), refused:
         export.export(run, platforms=["tpu"])(SHAPE)
+
+
+several_devices = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices")
+SPLIT = P("dp", None, "tp")
+
+
+def split_call(kind, **arguments):
+    """A jitted call over eight devices, its shape for the export, and its array."""
+    mesh = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(kind,) * 2)
+    if kind == AxisType.Auto and arguments:
+        arguments["mesh"] = mesh
+    x = jax.random.normal(jax.random.key(0), (4, 32, 8, 16))
+    x = jax.device_put(x, NamedSharding(mesh, SPLIT))
+    attend = lambda q: flash_attention(q, q, q, causal=True, **arguments)
+    gradient = jax.grad(lambda q: (attend(q) ** 2).sum())
+    run = jax.jit(lambda q: (attend(q), gradient(q)))
+    return run, jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), x
+
+
+@pytest.fixture(
+    params=[(AxisType.Explicit, {}), (AxisType.Auto, {"in_specs": (SPLIT,) * 3})],
+    ids=["explicit", "mesh"],
+)
+def exportable(request):
+    kind, arguments = request.param
+    return split_call(kind, **arguments)
+
+
+def assert_same(got, wanted):
+    for a, b in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-5)
+
+
+@several_devices
+def test_a_program_over_several_devices(exportable):
+    run, shape, x = exportable
+    exported = export.export(run)(shape)
+    assert exported.nr_devices == 8
+    assert_same(exported.call(x), run(x))
+
+
+@several_devices
+def test_a_program_over_several_devices_is_read_back(exportable):
+    pytest.importorskip("flatbuffers", reason="JAX needs flatbuffers to serialize a program")
+    run, shape, x = exportable
+    read_back = export.deserialize(export.export(run)(shape).serialize())
+    assert_same(jax.jit(read_back.call)(x), run(x))
+
+
+@several_devices
+def test_a_program_over_automatic_axes_is_refused():
+    run, shape, _ = split_call(AxisType.Auto)
+    message = "flash_attention: a program over several devices with automatic mesh axes cannot be"
+    with pytest.raises(UnsupportedError, match=f"{message} exported.*mesh=") as error:
+        export.export(run)(shape)
+    assert "\n" not in str(error.value)

@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ejkernel.modules import flash_attention, gla_attention, grouped_matmul, page_attention
+from ejkernel.modules import (
+    flash_attention,
+    gla_attention,
+    grouped_matmul,
+    page_attention,
+    ring_attention,
+)
 from ejkernel.ops import partitioned
 from ejkernel.types import MaskInfo
 
@@ -219,6 +225,29 @@ def test_an_explicit_axis_that_cannot_be_split_is_refused():
         attention(x, x, x)
 
 
+@pytest.mark.parametrize("axis_name", [None, "tp"])
+def test_ring_attention_without_a_mesh_gathers_a_split_sequence(axis_name):
+    """Arrays of a `NamedSharding` name no mesh to the call, so that its ring has one device."""
+    arrays = draw((4, 16, 8, 8), (4, 16, 4, 8), (4, 16, 4, 8))
+    run = functools.partial(ring_attention, causal=True, axis_name=axis_name)
+    both = with_gradients(run)
+    arguments = placed(make_mesh(), arrays, (P("dp", "tp"),) * 3)
+    assert_close(jax.jit(both)(*arguments), with_gradients(attention)(*arrays))
+    out = jax.jit(run)(*placed(make_mesh(), arrays, (HEADS,) * 3))
+    assert spec_of(out) == HEADS
+
+
+def test_ring_attention_over_explicit_axes_needs_axis_name():
+    arrays = draw((4, 16, 8, 8), (4, 16, 4, 8), (4, 16, 4, 8))
+    split = placed(make_mesh(AxisType.Explicit), arrays, (P("dp", "tp"),) * 3)
+    message = "query cannot be split along 't' over mesh axis tp; axis_name= splits the sequences"
+    with pytest.raises(ValueError, match=message):
+        ring_attention(*split, causal=True)
+    out = ring_attention(*split, causal=True, axis_name="tp")
+    assert spec_of(out, typed=True) == P("dp", "tp")
+    assert_close(out, attention(*arrays))
+
+
 def test_explicit_axes_that_differ_are_refused():
     mesh = make_mesh(AxisType.Explicit)
     x, y = placed(mesh, draw((8, 16, 8, 8), (8, 16, 8, 8)), (P("dp"), P("tp")))
@@ -260,6 +289,28 @@ def test_grouped_matmul(kind, specs, forward):
     check(grouped_matmul, (x, weights, ids), specs, make_mesh(kind), forward)
 
 
+@each_kind
+@pytest.mark.parametrize("transpose_rhs", [False, True])
+def test_grouped_matmul_adds_partial_sums_in_float32(kind, transpose_rhs):
+    """Eight parts of the inner dimension that are rounded once, after they are added."""
+    x, weights = (jnp.asarray(a, jnp.bfloat16) for a in draw((16, 512), (4, 512, 16)))
+    ids = jnp.asarray(np.arange(16) % 4, jnp.int32)
+    inner = ("dp", "tp")
+    specs = P(None, inner), P(None, inner), P()
+    if transpose_rhs:
+        weights, specs = weights.mT, (specs[0], P(None, None, inner), P())
+    run = functools.partial(grouped_matmul, transpose_rhs=transpose_rhs)
+    exact = run(x.astype(jnp.float32), weights.astype(jnp.float32), ids)
+    along = lambda x, weights, ids: jax.jvp(lambda x: run(x, weights, ids), (x,), (x,))[1]
+    arguments = placed(make_mesh(kind), (x, weights, ids), specs)
+    for function in (run, along):
+        got = jax.jit(function)(*arguments)
+        assert got.dtype == jnp.bfloat16
+        # Half of the last place, and what the order of a float32 sum may change.
+        got = np.asarray(got, np.float32)
+        np.testing.assert_allclose(got, np.asarray(exact), rtol=2**-8, atol=1e-4)
+
+
 def test_grouped_matmul_with_sizes_uses_the_mesh_of_the_context():
     """Rows that are split, of which each device has a part of a group."""
     x, weights = draw((16, 8), (4, 8, 16))
@@ -293,6 +344,22 @@ def test_paged_decoding(kind, pages):
         assert not collectives(run, *arguments)
     assert_close(got, wanted)
     assert spec_of(got) == P("dp", "tp")
+
+
+@each_kind
+@pytest.mark.parametrize("query", [P("dp", "tp"), P(None, "tp")], ids=["both", "heads"])
+def test_gradients_of_a_cache_with_fewer_key_heads_than_devices(kind, query):
+    """The cache and its scales have no batch: their gradients are sums over "dp", too."""
+    queries, cache = draw((4, 8, 8), (16, 4, 2, 8))
+    scale = jnp.array([1.5, 0.5])
+    lengths, tables = jnp.array([3, 8, 1, 16]), jnp.arange(16).reshape(4, 4)
+
+    def run(query, cache, scale, lengths, tables):
+        return page_attention(query, cache, cache, lengths, tables, k_scale=scale, v_scale=scale)
+
+    batch = P(*query[:1])
+    specs = (query, P(), P(), batch, batch)
+    check(run, (queries, cache, scale, lengths, tables), specs, make_mesh(kind))
 
 
 def test_the_state_of_shared_key_heads_is_whole_on_every_device():

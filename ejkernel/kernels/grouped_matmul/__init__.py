@@ -1,7 +1,13 @@
 """A matmul in which every row has the weight of its group: mixture of experts."""
 
 from ejkernel.kernels.grouped_matmul.config import GroupedMatmulConfig
-from ejkernel.kernels.grouped_matmul.inputs import Outputs, sample, share, unsplittable
+from ejkernel.kernels.grouped_matmul.inputs import (
+    Outputs,
+    partial_spec,
+    sample,
+    share,
+    unsplittable,
+)
 from ejkernel.ops.implementation import Op, Source
 from ejkernel.ops.platform import Backend, Platform
 
@@ -21,6 +27,7 @@ OP = Op(
     unsplittable=unsplittable,
     share=share,
     contracted=frozenset("ek"),
+    partial_spec=partial_spec,
     sharding_hints={
         "r": "; rows are split with group_ids",
         "e": "; existing_out is added to one result",

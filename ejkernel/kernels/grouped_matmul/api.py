@@ -24,8 +24,9 @@ from ejkernel.kernels.grouped_matmul.inputs import (
     TransposedInputs,
     has_weight,
     ids_of_sizes,
+    partial_spec,
 )
-from ejkernel.ops import executor
+from ejkernel.ops import executor, sharded
 from ejkernel.ops.executor import Request
 from ejkernel.ops.meshes import surrounding_mesh
 from ejkernel.ops.module import BoundFunction, Module, operation
@@ -113,7 +114,12 @@ def grouped_matmul(
     request = Request(platform, cfg, mesh, in_specs, out_specs)
     if mesh is not None:
         return _over_mesh(call, spec, existing, as_specs(in_specs), request)
-    return executor.run(OP, call._replace(existing_out=existing), spec, request).out
+    dtype = spec.output_dtype(call)
+    found = sharded.from_types([rows, weights])
+    if found is not None and _splits_inner(call, found[1].specs):
+        spec = partial_spec(call, spec, frozenset("k"))
+    out = executor.run(OP, call._replace(existing_out=existing), spec, request).out
+    return out.astype(dtype)
 
 
 def _over_mesh(
@@ -131,9 +137,8 @@ def _over_mesh(
         ids = ids_of_sizes(call.group_sizes, call.inputs.shape[0])
         call = call._replace(group_ids=ids, group_sizes=None)
         specs = _specs_of_ids(specs)
-    if _splits_columns(specs):
-        wide = jnp.promote_types(call.inputs.dtype, jnp.float32)
-        spec = dataclasses.replace(spec, preferred_element_type=str(wide))
+    if _splits_inner(call, specs):
+        spec = partial_spec(call, spec, frozenset("k"))
     out = executor.run(OP, call, spec, dataclasses.replace(request, in_specs=specs)).out
     return _filled(out.astype(dtype), call, existing)
 
@@ -149,10 +154,11 @@ def _specs_of_ids(specs: Specs) -> Specs:
     return (*specs[:2], PartitionSpec(*tuple(specs[0] or ())[:1]), *specs[3:])
 
 
-def _splits_columns(specs: Specs) -> bool:
+def _splits_inner(call: Inputs, specs: Specs) -> bool:
     """Whether the sum over k is split over shards."""
-    first = specs[0] if isinstance(specs, tuple) and specs else None
-    return any(entry is not None for entry in tuple(first or ())[1:])
+    inner = 1, 2 if isinstance(call, TransposedInputs) else 1
+    pairs = zip(specs, inner, strict=False) if isinstance(specs, tuple) else ()
+    return any(any(tuple(spec or ())[axis : axis + 1]) for spec, axis in pairs)
 
 
 def _filled(out: jax.Array, call: Inputs, existing: jax.Array | None) -> jax.Array:

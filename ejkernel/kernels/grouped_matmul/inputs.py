@@ -84,6 +84,15 @@ def share(inputs: Inputs, starts: Mapping[str, jax.Array]) -> Inputs:
     return inputs._replace(groups=groups)
 
 
+def partial_spec(inputs: Inputs, spec: Spec, letters: frozenset[str]) -> Spec:
+    """Sums over a part of `k` are float32; over groups only one shard has a result for a row."""
+    if "k" not in letters:
+        return spec
+    wide = jnp.promote_types(inputs.inputs.dtype, jnp.float32)
+    wide = jnp.promote_types(wide, spec.output_dtype(inputs))
+    return dataclasses.replace(spec, preferred_element_type=str(wide))
+
+
 def local_ids(inputs: Inputs) -> Int[Array, "*rows"]:
     """The index of each row's weight, or the number of weights for a row that has none."""
     rows, weights = inputs.inputs.shape[-2], inputs.weights.shape[0]

@@ -16,8 +16,10 @@ OP = Op(
         Source(Platform.XLA, Backend.ANY, "ejkernel.kernels.ring_attention.xla"),
     ],
     operands=("query", "key", "value", "bias", "sinks"),
-    shardable=frozenset("bnkts"),
+    shardable=frozenset("bnk"),
+    sequence=frozenset("ts"),
     bucketed=frozenset("bts"),
     grouped_axes={"k": "n"},
     replicated=frozenset({"mask"}),
+    sharding_hints=dict.fromkeys("ts", "; axis_name= splits the sequences"),
 )

@@ -66,7 +66,8 @@ def ring_attention(
 
     Called in a `shard_map` over `axis_name`, arrays are this device's share. Elsewhere they are
     whole, and are split over the axis of `mesh=`, of `jax.set_mesh`, or of a surrounding
-    `with mesh:`. Without a mesh or an `axis_name` the ring has one device.
+    `with mesh:`. Without a mesh or an `axis_name` the ring has one device: XLA then gathers arrays
+    that are split over automatic axes.
 
     Which tokens a share holds is said by `placement`: query, key, value and output are in the order
     of `ejkernel.parallel.permute_sequence`. Masks count the positions that the tokens had before.
@@ -168,7 +169,7 @@ def ring_attention(
         hops=hops,
         dropout_prob=float(dropout_prob),
     )
-    request = Request(platform, cfg, split.mesh, split.in_specs, out_specs)
+    request = Request(platform, cfg, split.mesh, split.in_specs, out_specs, axis_name=split.name)
     out, _ = executor.run(OP, inputs, spec, request)
     return out
 
