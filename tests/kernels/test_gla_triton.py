@@ -1,5 +1,6 @@
 """Linear attention in Triton: interpreted it computes what is defined, compiled it fits."""
 
+import functools
 import importlib.util
 import itertools
 
@@ -81,6 +82,39 @@ def test_gates_that_forget_everything_are_exact(interpreter, gate):
     for whole, part in zip(gradients, alone, strict=True):
         np.testing.assert_allclose(whole[:, 23:], part, rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(whole[:, :23], 0.0, atol=1e-6)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("block_rows", "head_dim"),
+    [
+        (32, 40),
+        (64, 96),
+        *(
+            pytest.param(*sizes, marks=pytest.mark.slow)
+            for sizes in itertools.product((16, 32, 64, 128), (104, 136))
+        ),
+    ],
+)
+def test_blocks_of_rows_with_mild_and_strong_gates(interpreter, block_rows, head_dim):
+    """Only the first of several blocks of rows has gates whose decays overflow as one factor."""
+    sizes = (head_dim, head_dim, 8)
+    arrays = [jax.random.normal(jax.random.key(i), (1, 20, 1, x)) for i, x in enumerate(sizes)]
+    gates = jnp.full((1, 20, 1, head_dim), -0.1).at[..., 0].set(-50.0)
+
+    def run(cfg, *arrays):
+        out = gla_attention(*arrays, cfg=cfg)
+        return (out**2).sum(), out
+
+    results = [
+        jax.value_and_grad(functools.partial(run, cfg), (0, 1, 2, 3), has_aux=True)(*arrays, gates)
+        for cfg in (
+            GLAttentionConfig(platform="triton", block_q=16, block_k=block_rows),
+            GLAttentionConfig(platform="xla"),
+        )
+    ]
+    for found, expected in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-4)
 
 
 @needs_triton

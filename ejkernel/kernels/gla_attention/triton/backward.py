@@ -162,7 +162,7 @@ def key_gradients(
         device,
     )
     if static.channel:
-        narrow = dataclasses.replace(static, block_rows=_STRONG_ROWS, flags=static.row_blocks)
+        narrow = dataclasses.replace(static, block_rows=_STRONG_ROWS, flag_rows=static.block_rows)
         gradients = launch(
             strong_key_kernel,
             [*operands, strong, *gradients],
@@ -330,7 +330,7 @@ def strong_key_kernel(
     """The blocks that `key_kernel` has left, in place; the arrays with `_` are the same ones."""
     batch, chunk, head, row_block = _block_indices(tl.program_id(0), static)
     index = (batch * static.chunks + chunk) * static.kv_heads + head
-    flag = row_block * static.flags // static.row_blocks
+    flag = row_block * static.block_rows // static.flag_rows
     if tl.load(strong + index * static.flags + flag) != 0:
         token, length = load_chunk(chunks, batch, chunk, static)
         rows = token_rows(batch, token, static)

@@ -42,7 +42,7 @@ class LinearStatic(StaticArguments):
         backward_in_time: from the last chunk to the first, to gradients of states.
         local: states of segments that begin with 0, instead of those before each chunk.
         last: also write the state after the last chunk of a sequence.
-        flags: of each key head and chunk, that tell which rows have strong gates.
+        flag_rows: rows of a state, a multiple of block_rows, that share a flag: strong gates or not.
         least: the smallest logarithm of a decay.
         precision: of matmuls.
         split_gates: sums of float32 gates are matmuls in bfloat16.
@@ -82,7 +82,7 @@ class LinearStatic(StaticArguments):
     backward_in_time: bool = False
     local: bool = False
     last: bool = False
-    flags: int = 1
+    flag_rows: int = 16
 
     def tiled(self, rows: int, columns: int) -> "LinearStatic":
         """With tiles of so many rows and columns of a state, or fewer if it has fewer."""
@@ -108,6 +108,11 @@ class LinearStatic(StaticArguments):
     @property
     def row_blocks(self) -> int:
         return -(-self.rows // self.block_rows)
+
+    @property
+    def flags(self) -> int:
+        """Flags of a key head in a chunk."""
+        return -(-self.rows // self.flag_rows)
 
     @property
     def column_blocks(self) -> int:
