@@ -64,6 +64,30 @@ def test_half_precision_is_as_good_as_rounding(interpreter, segments, workload):
 
 
 @needs_triton
+@pytest.mark.parametrize("gate", [None, 1, pytest.param(8, marks=pytest.mark.slow)])
+def test_float16_does_not_overflow_before_the_output_does(interpreter, gate):
+    """States, scores and decayed queries exceed 65504; outputs and gradients do not."""
+    draw = lambda i: jax.random.uniform(jax.random.key(i), (1, 80, 1, 8), minval=0.5)
+    query, key, value = (size * draw(i) for i, size in enumerate((6e4, 40.0, 1e3)))
+    gates = None if gate is None else -0.3 * draw(3)[..., slice(8) if gate == 8 else 0]
+
+    def run(cfg, dtype, *arrays):
+        arrays = [x.astype(dtype) for x in arrays]
+        out = gla_attention(*arrays, gates, softmax_scale=5e-8, cfg=cfg)
+        return out.astype(jnp.float32).sum(), out
+
+    results = [
+        jax.value_and_grad(functools.partial(run, cfg, dtype), (0, 1, 2), has_aux=True)(
+            query, key, value
+        )
+        for cfg, dtype in ((SMALL, jnp.float16), (GLAttentionConfig(platform="xla"), jnp.float32))
+    ]
+    assert jnp.abs(results[1][0][1]).max() < 65504
+    for found, expected in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-2, atol=1e-3 * np.abs(expected).max())
+
+
+@needs_triton
 @pytest.mark.parametrize(
     "gate", [-jnp.inf, *(pytest.param(x, marks=pytest.mark.slow) for x in (-50.0, -1e4))]
 )
@@ -199,6 +223,10 @@ CALLS = [
     f"{gate}_{sizes}"
     for gate in ("plain", "gamma", "head", "channel", "wide", "exact")
     for sizes in ("128_128_8192", "64_64_2000", "256_256_4096", "64_128_8192", "100_60_1000")
+] + [
+    f"half-{gate}_{sizes}"
+    for gate in ("plain", "head", "channel", "wide")
+    for sizes in ("128_128_8192", "256_256_4096")
 ]
 
 

@@ -29,7 +29,11 @@ from ejkernel.kernels.gla_attention.triton.forward import (
     load_scores_transposed,
     store_scores,
 )
-from ejkernel.kernels.gla_attention.triton.operands import LinearStatic, TokenLists
+from ejkernel.kernels.gla_attention.triton.operands import (
+    LinearStatic,
+    TokenLists,
+    operand_dtype,
+)
 from ejkernel.kernels.gla_attention.triton.states import decay_arrays, load_state, unused
 from ejkernel.kernels.gla_attention.triton.tokens import (
     after_transposed,
@@ -91,7 +95,7 @@ def value_gradient(
             unused() if scores is None else scores,
             d_after,
         ],
-        [jax.ShapeDtypeStruct(shape, query.dtype)],
+        [jax.ShapeDtypeStruct(shape, d_out.dtype)],
         static,
         config._replace(programs=_programs(static) * static.column_blocks),
         device,
@@ -112,7 +116,7 @@ def score_gradients(
     (d_scores,) = launch(
         score_gradient_kernel,
         [lists.chunks, inputs.value, d_out],
-        [jax.ShapeDtypeStruct(shape, inputs.query.dtype)],
+        [jax.ShapeDtypeStruct(shape, operand_dtype(inputs.query.dtype))],
         static,
         config._replace(programs=static.batch * static.chunks * static.heads),
         device,
@@ -225,12 +229,12 @@ def value_kernel(
                     products = products * pair
                 else:
                     products = tl.where(time[None, :] >= time[:, None], products, 0.0)
-                weights = (products * static.scale).to(d_value.dtype.element_ty)
+                weights = products * static.scale
             d_o = load_tokens(
                 d_out, rows, length, own, column, static.heads, static.columns,
                 static.block_columns, static,
             )  # fmt: skip
-            acc = tl.dot(weights, d_o, acc, input_precision=static.precision)
+            acc = tl.dot(weights.to(d_o.dtype), d_o, acc, input_precision=static.precision)
         store_tokens(
             d_value, acc, rows, length, head, column, static.kv_heads, static.columns,
             static.block_columns, static,

@@ -66,10 +66,12 @@ def tile_configs(inputs: Inputs, backward: bool, device: Device) -> list[LinearT
     channel = gate is not None and gate.shape[-1] > 1
     if np.dtype(inputs.query.dtype).itemsize == 4:  # without tensor cores
         return [LinearTiles(16, 16, 16, 8, 1)]
-    # Tables of gates of a head, and gates in float32, need the registers of a longer chunk.
+    # Float16, which is widened, tables of gates of a head, and gates in float32 need the registers
+    # of a longer chunk.
+    widened = inputs.query.dtype == np.float16
     many_registers = gate is not None and (not channel or gate.dtype == np.float32)
-    if many_registers or (device.compute_capability or (9, 0)) != (9, 0):
-        chunk = 16 if wide else 32
+    if many_registers or widened or (device.compute_capability or (9, 0)) != (9, 0):
+        chunk = 16 if wide or (widened and channel) else 32
         if backward and gate is None:
             return [LinearTiles(chunk, 64, 64, 4, 2), LinearTiles(chunk, 32, 32, 4, 2)]
         narrow = [LinearTiles(chunk, 16, 32, 4, 2), LinearTiles(chunk, 16, 16, 4, 2)]

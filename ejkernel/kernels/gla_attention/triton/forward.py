@@ -18,7 +18,11 @@ from ejkernel.kernels.common.triton.bridge import (
 )
 from ejkernel.kernels.common.triton.device_types import Pointer, Scalar, Tensor
 from ejkernel.kernels.gla_attention.inputs import Inputs
-from ejkernel.kernels.gla_attention.triton.operands import LinearStatic, TokenLists
+from ejkernel.kernels.gla_attention.triton.operands import (
+    LinearStatic,
+    TokenLists,
+    operand_dtype,
+)
 from ejkernel.kernels.gla_attention.triton.states import (
     Decays,
     decay_arrays,
@@ -80,14 +84,15 @@ def chunk_operands(
         return ChunkOperands(inputs.query, inputs.key, decays, None)
     shape = (static.batch, static.chunks, static.heads, static.chunk, static.chunk)
     totals = (static.batch, static.chunks, static.kv_heads, static.rows)
+    dtype = operand_dtype(inputs.query.dtype)
     query, key, totals, scores = launch(
         score_kernel,
         [lists.chunks, inputs.query, inputs.key, *decays],
         [
-            jax.ShapeDtypeStruct(inputs.query.shape, inputs.query.dtype),
-            jax.ShapeDtypeStruct(inputs.key.shape, inputs.key.dtype),
+            jax.ShapeDtypeStruct(inputs.query.shape, dtype),
+            jax.ShapeDtypeStruct(inputs.key.shape, dtype),
             jax.ShapeDtypeStruct(totals, jnp.float32),
-            jax.ShapeDtypeStruct(shape, inputs.query.dtype),
+            jax.ShapeDtypeStruct(shape, dtype),
         ],
         static,
         config._replace(programs=static.batch * static.chunks * static.heads),
@@ -128,7 +133,7 @@ def outputs(
             unused() if entered is None else entered,
         ],
         [
-            jax.ShapeDtypeStruct((*query.shape[:3], static.columns), query.dtype),
+            jax.ShapeDtypeStruct((*query.shape[:3], static.columns), value.dtype),
             jax.ShapeDtypeStruct((static.batch, static.sequences, *state), jnp.float32),
         ],
         static,

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 from ejkernel import settings
@@ -44,6 +45,7 @@ class LinearStatic(StaticArguments):
         last: also write the state after the last chunk of a sequence.
         flag_rows: rows of a state, a multiple of block_rows, that share a flag: strong gates or not.
         least: the smallest logarithm of a decay.
+        widened: float16 tokens are converted to float32 when they are loaded.
         precision: of matmuls.
         split_gates: sums of float32 gates are matmuls in bfloat16.
         spread_precision: of matmuls of ones and zeros and gradients of sums of gates.
@@ -73,6 +75,7 @@ class LinearStatic(StaticArguments):
     block_columns: int
     scale: float
     least: float
+    widened: bool
     precision: str
     split_gates: bool
     spread_precision: str
@@ -216,6 +219,11 @@ def covered_tokens(inputs: Inputs) -> jax.Array | None:
     return inside[..., None, None]
 
 
+def operand_dtype(dtype: DTypeLike) -> np.dtype:
+    """The dtype of states, scores and decayed tokens in matmuls: of float16, they could overflow."""
+    return np.dtype(jnp.float32 if dtype == jnp.float16 else dtype)
+
+
 def static_arguments(
     inputs: Inputs, spec: Spec, segment: int, chunk: int, block_rows: int, block_columns: int
 ) -> LinearStatic:
@@ -223,8 +231,10 @@ def static_arguments(
     batch, tokens, heads, rows = inputs.query.shape
     kv_heads, columns = inputs.value.shape[2:]
     count = sequences(inputs)
-    gate, precision = inputs.gate, matmul_precision(inputs.query.dtype)
     query_dtype = np.dtype(inputs.query.dtype).name
+    widened, gate = query_dtype == "float16", inputs.gate
+    # TF32 has the precision of float16, and the range of float32.
+    precision = "tf32" if widened else matmul_precision(inputs.query.dtype)
     gate_dtype = "float32" if gate is None else np.dtype(gate.dtype).name
     return LinearStatic(
         batch=batch,
@@ -248,6 +258,7 @@ def static_arguments(
         block_columns=min(block_columns, padded_size(columns)),
         scale=spec.softmax_scale,
         least=_LEAST.get(gate_dtype, -1e30),
+        widened=widened,
         precision=precision,
         # Not in float32, which is exact without, nor in the interpreter, which has no bfloat16.
         split_gates=gate_dtype == "float32" != query_dtype and not settings.interpret(),
@@ -255,5 +266,5 @@ def static_arguments(
         spread_precision=precision if inputs.query.dtype == jnp.float32 else "tf32",
         narrow_spread=inputs.query.dtype == jnp.bfloat16,
         pair_precision="ieee" if inputs.query.dtype == jnp.float32 else "tf32x3",
-        widest=4.0 if inputs.query.dtype == jnp.float16 else 40.0,
+        widest=40.0,
     )

@@ -21,7 +21,11 @@ from ejkernel.kernels.common.triton.bridge import (
 )
 from ejkernel.kernels.common.triton.device_types import Pointer, Scalar, Tensor
 from ejkernel.kernels.gla_attention.inputs import Inputs
-from ejkernel.kernels.gla_attention.triton.operands import LinearStatic, TokenLists
+from ejkernel.kernels.gla_attention.triton.operands import (
+    LinearStatic,
+    TokenLists,
+    operand_dtype,
+)
 from ejkernel.kernels.gla_attention.triton.tokens import (
     chunk_rows,
     head_end,
@@ -111,7 +115,7 @@ def states_of_chunks(
 ) -> tuple[jax.Array, jax.Array]:
     """The states [b, chunks, k, h, v] before each chunk of the recurrence, and those after it.
 
-    The former are in the dtype of what is added; the latter, [b, m, k, h, v] in float32, are
+    The former are in `operand_dtype` of what is added; the latter, [b, m, k, h, v] in float32, are
     written only if `static.last`, and only for sequences with tokens.
     """
     static = dataclasses.replace(static, initial=entered is not None)
@@ -123,7 +127,7 @@ def states_of_chunks(
         recurrence_kernel,
         [lists.segments, x, y, *decays, unused() if entered is None else entered],
         [
-            jax.ShapeDtypeStruct((static.batch, static.chunks, *state), x.dtype),
+            jax.ShapeDtypeStruct((static.batch, static.chunks, *state), operand_dtype(x.dtype)),
             jax.ShapeDtypeStruct(
                 (static.batch, static.sequences, *state) if static.last else (16,), jnp.float32
             ),

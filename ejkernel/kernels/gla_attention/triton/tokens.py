@@ -60,9 +60,12 @@ def load_tokens(
     valid = (tl.arange(0, static.chunk) < length)[:, None]
     if width % block != 0:
         valid = valid & (column < width)[None, :]
-    return tl.load(
+    values = tl.load(
         x + (rows * heads + head)[:, None] * width + column[None, :], mask=valid, other=0.0
     )
+    if static.widened:
+        values = values.to(tl.float32)
+    return values
 
 
 @triton_jit
@@ -75,9 +78,12 @@ def load_transposed(
     valid = (tl.arange(0, static.chunk) < length)[None, :]
     if width % block != 0:
         valid = valid & (column < width)[:, None]
-    return tl.load(
+    values = tl.load(
         x + (rows * heads + head)[None, :] * width + column[:, None], mask=valid, other=0.0
     )
+    if static.widened:
+        values = values.to(tl.float32)
+    return values
 
 
 @triton_jit
@@ -106,7 +112,7 @@ def load_gates(
     gates = load_tokens(
         gate, rows, length, head, first, static.kv_heads, static.rows, block, static
     )
-    return _bounded(gates, static)
+    return _bounded(gates.to(gate.dtype.element_ty), static)
 
 
 @triton_jit
