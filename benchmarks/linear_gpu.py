@@ -130,6 +130,20 @@ def ours(case: Case, which: str, platform: str | None, cfg: Any = None) -> Calla
     return jax.jit(call if which == "forward" else gradients)
 
 
+def decoding_step(run: Callable, arrays: dict[str, jax.Array]) -> Callable[[], Any]:
+    """() -> the output of one more step: the state is donated and fed back."""
+    step = jax.jit(lambda given, state: run(given | {"state": state}), donate_argnums=1)
+    given = {name: x for name, x in arrays.items() if name != "state"}
+    states = [arrays["state"].copy()]
+
+    def call() -> jax.Array:
+        out, after = step(given, states.pop())
+        states.append(after)
+        return out
+
+    return call
+
+
 def fla_peer(case: Case, which: str, arrays: dict[str, jax.Array]) -> Callable | None:
     """The same pass by flash-linear-attention."""
     try:
@@ -230,7 +244,8 @@ def programs(
         for cfg in cfgs:
             sizes = [] if cfg is None else [x for x in cfg.to_dict().values() if isinstance(x, int)]
             run = ours(case, which, platform, cfg)
-            timer = functools.partial(seconds_of, functools.partial(run, arrays))
+            again = decoding_step(run, arrays) if case.decoding else functools.partial(run, arrays)
+            timer = functools.partial(seconds_of, again)
             found[" ".join(["ours", platform, *map(str, sizes)])] = run, timer
     peer = fla_peer(case, which, arrays) if "fla" in chosen.peers.split(",") else None
     if peer is not None:

@@ -11,7 +11,7 @@ import pytest
 from conformance.cases import Case
 from conformance.oracle import assert_as_good_as_rounding
 from evidence import proves
-from kernels.triton_testing import H200, SHARED, compiled, marked, needs_triton
+from kernels.triton_testing import H200, SHARED, compiled, lowered, marked, needs_triton
 
 from ejkernel.cli.oracle import with_gradients
 from ejkernel.errors import UnsupportedError
@@ -217,6 +217,12 @@ def test_on_a_cpu_it_is_refused_in_words():
     x = jnp.ones((1, 32, 2, 16))
     with pytest.raises(UnsupportedError, match="platform='triton' does not support this call"):
         gla_attention(x, x, x, platform="triton")
+
+
+@needs_triton
+@pytest.mark.slow
+def test_a_decoding_step_updates_a_donated_state_in_place():
+    assert lowered("gla_lower.py") == ["1 1 0", "1 1 1"]
 
 
 CALLS = [
