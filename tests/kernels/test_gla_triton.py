@@ -27,7 +27,7 @@ from ejkernel.ops.executor import Request
 from ejkernel.ops.platform import Platform
 
 SOURCE = next(source for source in OP.sources if source.platform is Platform.TRITON)
-SMALL = GLAttentionConfig(platform="triton", block_q=16, block_k=16, block_d=16)
+SMALL = GLAttentionConfig(platform="triton", block_q=16, block_rows=16, block_d=16)
 
 
 def check(workload, dtype, cfg):
@@ -133,7 +133,7 @@ def test_blocks_of_rows_with_mild_and_strong_gates(interpreter, block_rows, head
     results = [
         jax.value_and_grad(functools.partial(run, cfg), (0, 1, 2, 3), has_aux=True)(*arrays, gates)
         for cfg in (
-            GLAttentionConfig(platform="triton", block_q=16, block_k=block_rows),
+            GLAttentionConfig(platform="triton", block_q=16, block_rows=block_rows),
             GLAttentionConfig(platform="xla"),
         )
     ]
@@ -217,6 +217,16 @@ def test_on_a_cpu_it_is_refused_in_words():
     x = jnp.ones((1, 32, 2, 16))
     with pytest.raises(UnsupportedError, match="platform='triton' does not support this call"):
         gla_attention(x, x, x, platform="triton")
+
+
+def test_configurations_that_name_rows_block_k_still_load():
+    """Only those of Triton: on XLA and TPUs it counts key heads."""
+    read = GLAttentionConfig.from_dict
+    assert read({"platform": "triton", "block_k": 16}) == GLAttentionConfig(
+        platform="triton", block_rows=16
+    )
+    assert read({"platform": "xla", "block_k": 16}).block_k == 16
+    assert read(SMALL.to_dict()) == SMALL
 
 
 @needs_triton

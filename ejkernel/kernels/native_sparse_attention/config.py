@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from ejkernel.kernels.common.arguments import check_positive_ints
 from ejkernel.ops.config import Config
 
 
@@ -12,7 +13,7 @@ class NativeSparseAttentionConfig(Config):
     Args:
         block_q: tokens that meet a block of keys at once.
         block_k: keys that a GPU kernel takes at once.
-        block_d: head dims that a GPU kernel takes at once.
+        block_d: read by nothing; kept so that stored configurations load.
         block_size: keys in a block; it is part of what the call means and must be the call's own.
         num_warps: warps of a GPU kernel.
         num_stages: pipeline stages of a GPU kernel.
@@ -33,9 +34,6 @@ class NativeSparseAttentionConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("block_q", "block_k", "block_d", "block_size", "num_warps", "num_stages"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(
-                    f"NativeSparseAttentionConfig: {name} must be a positive int, got {value!r}."
-                )
+        check_positive_ints(
+            self, "block_q", "block_k", "block_d", "block_size", "num_warps", "num_stages"
+        )

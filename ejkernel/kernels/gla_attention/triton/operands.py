@@ -43,7 +43,7 @@ class LinearStatic(StaticArguments):
         backward_in_time: from the last chunk to the first, to gradients of states.
         local: states of segments that begin with 0, instead of those before each chunk.
         last: also write the state after the last chunk of a sequence.
-        flag_rows: rows of a state, a multiple of block_rows, that share a flag: strong gates or not.
+        flag_rows: rows of a state that share a flag, which says whether gates are strong.
         least: the smallest logarithm of a decay.
         widened: float16 tokens are converted to float32 when they are loaded.
         precision: of matmuls.
@@ -220,7 +220,7 @@ def covered_tokens(inputs: Inputs) -> jax.Array | None:
 
 
 def operand_dtype(dtype: DTypeLike) -> np.dtype:
-    """The dtype of states, scores and decayed tokens in matmuls: of float16, they could overflow."""
+    """The dtype of states, scores and decayed tokens; in float16, they could overflow."""
     return np.dtype(jnp.float32 if dtype == jnp.float16 else dtype)
 
 
