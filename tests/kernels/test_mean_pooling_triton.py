@@ -201,7 +201,13 @@ def test_first_choices_compile_without_local_memory(capability):
     proves(OP.name, SOURCE, "forward", "backward", compiled_for=f"sm_{capability}")
     calls = ("mask_8_4096_4096", "packed_32768_4096")
     kernels = compiled("mean_pooling_compile.py", capability, *calls, guess=True)
-    names = ("sum_padded", "sum_packed", "combine", "spread", "spread_packed")
+    names = (
+        "sum_padded",
+        "sum_packed",
+        "combine",
+        "broadcast_gradient",
+        "broadcast_packed_gradient",
+    )
     assert {kernel["kernel"] for kernel in kernels} == {f"{name}_kernel" for name in names}
     for kernel in kernels:
         assert kernel["wide"], kernel

@@ -1,6 +1,5 @@
 """The forward kernels: products of the tokens of a chunk, and the outputs along every segment."""
 
-# Triton evaluates the annotations of device functions; importing this file must not need Triton.
 from __future__ import annotations
 
 import dataclasses
@@ -38,10 +37,10 @@ from ejkernel.kernels.gla_attention.triton.tokens import (
     channel_end,
     channel_start,
     chunk_rows,
+    fits_one_factor,
     head_end,
     head_start,
     head_total,
-    is_mild,
     level_factors,
     level_pairs,
     load_gamma,
@@ -187,7 +186,7 @@ def score_kernel(
                 at = (batch.to(tl.int64) * static.chunks + chunk) * static.kv_heads + kv_head
                 store_total(totals, total, at, first, static.block_rows, static)
             exponents = middle_exponents(gates, gamma_value, static)
-            if is_mild(exponents, static):
+            if fits_one_factor(exponents, static):
                 q, k = anchored(q, k, exponents, static)
                 product = tl.dot(q, tl.trans(k), input_precision=static.precision)
                 acc += tl.where(time[:, None] >= time[None, :], product, 0.0)

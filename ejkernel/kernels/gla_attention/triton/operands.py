@@ -22,7 +22,7 @@ from ejkernel.kernels.common.triton.device_types import StaticArguments
 from ejkernel.kernels.gla_attention.inputs import Inputs, Spec, sequences
 
 BEGINS, ENDS = 1, 2  # flags of the first and of the last segment of a sequence, in time
-_LEAST = {"float16": -65504.0}  # in place of -inf: 0 times -inf would be NaN
+_MIN_LOG_DECAY = {"float16": -65504.0}  # in place of -inf: 0 times -inf would be NaN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,17 +41,17 @@ class LinearStatic(StaticArguments):
         initial: the sequences have a first state.
         block_rows, block_columns: the tile of the state of a program.
         backward_in_time: from the last chunk to the first, to gradients of states.
-        local: states of segments that begin with 0, instead of those before each chunk.
+        from_zero: states of segments that begin with 0, instead of those before each chunk.
         last: also write the state after the last chunk of a sequence.
-        flag_rows: rows of a state that share a flag, which says whether gates are strong.
-        least: the smallest logarithm of a decay.
+        flag_rows: rows of a state that share a flag, which says whether decays overflow.
+        min_log_decay: the smallest logarithm of a decay.
         widened: float16 tokens are converted to float32 when they are loaded.
         precision: of matmuls.
         split_gates: sums of float32 gates are matmuls in bfloat16.
         spread_precision: of matmuls of ones and zeros and gradients of sums of gates.
         narrow_spread: those are in bfloat16, otherwise in float32.
         pair_precision: of those whose terms cancel.
-        widest: the largest exponent of a factor above 1.
+        max_exponent: the largest exponent of a factor above 1.
     """
 
     batch: int
@@ -74,16 +74,16 @@ class LinearStatic(StaticArguments):
     block_rows: int
     block_columns: int
     scale: float
-    least: float
+    min_log_decay: float
     widened: bool
     precision: str
     split_gates: bool
     spread_precision: str
     narrow_spread: bool
     pair_precision: str
-    widest: float
+    max_exponent: float
     backward_in_time: bool = False
-    local: bool = False
+    from_zero: bool = False
     last: bool = False
     flag_rows: int = 16
 
@@ -257,7 +257,7 @@ def static_arguments(
         block_rows=min(block_rows, padded_size(rows)),
         block_columns=min(block_columns, padded_size(columns)),
         scale=spec.softmax_scale,
-        least=_LEAST.get(gate_dtype, -1e30),
+        min_log_decay=_MIN_LOG_DECAY.get(gate_dtype, -1e30),
         widened=widened,
         precision=precision,
         # Not in float32, which is exact without, nor in the interpreter, which has no bfloat16.
@@ -266,5 +266,5 @@ def static_arguments(
         spread_precision=precision if inputs.query.dtype == jnp.float32 else "tf32",
         narrow_spread=inputs.query.dtype == jnp.bfloat16,
         pair_precision="ieee" if inputs.query.dtype == jnp.float32 else "tf32x3",
-        widest=40.0,
+        max_exponent=40.0,
     )

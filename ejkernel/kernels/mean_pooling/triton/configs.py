@@ -17,7 +17,7 @@ from ejkernel.ops.platform import Device
 _WARPS = 4
 _BYTES_OF_A_THREAD = 128  # that it loads at once
 _LEAST_BYTES, _MOST_BYTES = 128, 1024  # of a row of a tile
-# Programs on each multiprocessor, at least: whole sequences are even, parts of them are not.
+# Minimum programs per SM; split sequences need more for balance.
 _WHOLE_SEQUENCES, _PARTS = 3, 8
 _FORWARD_TOKENS, _BACKWARD_TOKENS = (512, 256, 128, 64, 32), (64, 32, 16)
 
