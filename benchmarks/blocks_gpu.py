@@ -6,10 +6,10 @@ python benchmarks/blocks_gpu.py --cases blocks_128 --platforms pallas --passes f
 
 One block of keys in eight is drawn for each block of queries. `over share` is the time with the
 blocks over an eighth of that of flash attention without a mask on the same platform; of a hop,
-whose results are in float32 until they are combined, over all of it. The first heads, or the first rows,
-are compared with the definition in float32: the error may be at most twice that of the definition
-with its output rounded to bfloat16, or 0.4 % of the largest number. What is wrong, or gives other
-bits when it is repeated, is not timed.
+whose results are in float32 until they are combined, over all of it. The first heads, or the
+first rows, are compared with the definition in float32: the error may be at most twice that of the
+definition with its output rounded to bfloat16, or 0.4 % of the largest number. What is wrong, or
+gives other bits when it is repeated, is not timed.
 """
 
 import argparse
