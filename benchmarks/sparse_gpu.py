@@ -7,31 +7,28 @@ python benchmarks/sparse_gpu.py --cases small --candidates   every configuration
 
 Some tokens, and some blocks of keys, are compared with the definition in float32: the error may be
 at most twice that of the definition with inputs, products and weights rounded to bfloat16. What is
-wrong is not timed. A card that has been busy for a second runs slower than one that has not, so the
-timings of all programs are interleaved.
+wrong, or gives other bits when it is repeated, is not timed. A card that has been busy for a second
+runs slower than one that has not, so the timings of all programs are interleaved.
 """
 
 import argparse
 import dataclasses
 import functools
-import json
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from programs import interleaved, seconds_of, torch_seconds_of
+from gpu_cases import Program, options, report, timed
+from programs import seconds_of, torch_seconds_of
 
-from ejkernel.cli.provenance import provenance
 from ejkernel.kernels.native_sparse_attention import triton
 from ejkernel.kernels.native_sparse_attention.inputs import Inputs, Spec
 from ejkernel.modules import native_sparse_attention
-from ejkernel.ops import default_executor, policy_override
 from ejkernel.ops.platform import device_of
 
 PLATFORMS = ("triton", "xla")
-PASSES = ("forward", "gradients")
 PEERS = ("fla",)
 DTYPE = jnp.bfloat16
 CHECKED = 48  # tokens
@@ -43,7 +40,8 @@ class Case:
 
     `blocks` is "random" (drawn from all blocks, those ahead of a token among them), "own" (what the
     operation selects, for keys and queries that change slowly from token to token) or "selected"
-    (the same, and the selection is timed too). `bars` are milliseconds to reach in a pass.
+    (the same, and the selection is timed too). `compressed`: with the branch over mean keys. `bars`
+    are milliseconds to reach in a pass.
     """
 
     name: str
@@ -55,6 +53,7 @@ class Case:
     block_size: int = 64
     blocks: str = "random"
     window: int | None = None
+    compressed: bool = False
     slow_on_xla: bool = True
     bars: dict[str, float] = dataclasses.field(default_factory=dict, hash=False)
 
@@ -98,6 +97,11 @@ CASES = (
     Case("group_1", heads=8, kv_heads=8, bars={"forward": 0.7, "gradients": 2.4}),
     Case("group_4", heads=16, kv_heads=4),
     Case("long", length=65536, blocks="own"),
+    # The compressed branch by length, with the selection that shares its scores.
+    *(
+        Case(f"compressed_{length}", length=length, blocks="selected", compressed=True)
+        for length in (8192, 16384, 32768, 65536)
+    ),
     Case("small", length=512, heads=8, kv_heads=2, dim=64, choices=4, slow_on_xla=False),
 )
 
@@ -116,6 +120,7 @@ def ours(case: Case, which: str, platform: str | None, cfg: Any = None) -> Calla
             query,
             key,
             value,
+            g_cmp=jnp.ones(query.shape[:3], query.dtype) if case.compressed else None,
             block_indices=None if case.blocks == "selected" else blocks,
             block_counts=case.choices,
             block_size=case.block_size,
@@ -135,7 +140,8 @@ def ours(case: Case, which: str, platform: str | None, cfg: Any = None) -> Calla
 
 def fla_peer(case: Case, which: str, arrays: tuple[jax.Array, ...]) -> Callable | None:
     """The same pass by flash-linear-attention, for the selected branch alone."""
-    if case.window is not None or case.blocks == "selected" or case.heads < 16 * case.kv_heads:
+    others = case.window is not None or case.compressed or case.blocks == "selected"
+    if others or case.heads < 16 * case.kv_heads:
         return None
     try:
         import torch  # type: ignore[import-not-found]
@@ -181,7 +187,7 @@ def definition(case: Case, arrays: tuple, tokens: Any, rounded: Callable) -> jax
     chosen = (blocks[tokens][..., None] == at // case.block_size).any(-2)  # [tokens, k, s]
     query = query.reshape(len(tokens), case.kv_heads, -1, case.dim)
 
-    def attend(visible: jax.Array) -> jax.Array:
+    def attend(visible: jax.Array, key: jax.Array = key, value: jax.Array = value) -> jax.Array:
         logits = case.dim**-0.5 * rounded(jnp.einsum("tkgh,skh->tkgs", query, key))
         some = visible.any(-1, keepdims=True)
         logits = jnp.where(visible, logits, jnp.where(some, -jnp.inf, 0.0))
@@ -191,6 +197,11 @@ def definition(case: Case, arrays: tuple, tokens: Any, rounded: Callable) -> jax
     out = attend((chosen & past[:, None])[:, :, None])
     if case.window is not None:
         out += attend((past & (at > tokens[:, None] - case.window))[:, None, None])
+    if case.compressed:
+        count = case.length // case.block_size
+        cut = lambda x: x[: count * case.block_size].reshape(count, -1, *x.shape[1:])
+        complete = (jnp.arange(count) + 1) * case.block_size <= tokens[:, None] + 1
+        out += attend(complete[:, None, None], *(rounded(cut(x).mean(1)) for x in (key, value)))
     return out.reshape(len(tokens), case.heads, case.dim)
 
 
@@ -246,9 +257,11 @@ def configurations(case: Case, which: str) -> list[Any]:
     return chosen.choices(inputs, spec, device_of([jnp.zeros(1)]))
 
 
-def programs(case: Case, which: str, arrays: tuple, chosen: argparse.Namespace) -> dict[str, Any]:
-    """Callables by name: (arrays -> results, timer)."""
-    found: dict[str, Any] = {}
+def programs(
+    case: Case, which: str, arrays: tuple, chosen: argparse.Namespace
+) -> dict[str, Program]:
+    """The implementations by name."""
+    found: dict[str, Program] = {}
     for platform in filter(None, chosen.platforms.split(",")):
         if platform == "xla" and case.slow_on_xla and not chosen.slow:
             continue
@@ -258,13 +271,18 @@ def programs(case: Case, which: str, arrays: tuple, chosen: argparse.Namespace) 
         for cfg in cfgs:
             sizes = [] if cfg is None else [x for x in cfg.to_dict().values() if isinstance(x, int)]
             run = ours(case, which, platform, cfg)
-            timer = functools.partial(seconds_of, functools.partial(run, *arrays))
-            found[" ".join(["ours", platform, *map(str, sizes)])] = run, timer
+            call = functools.partial(run, *arrays)
+            found[" ".join(["ours", platform, *map(str, sizes)])] = Program(
+                functools.partial(checked, case, which, arrays, run),
+                functools.partial(seconds_of, call),
+                call,
+            )
     if "fla" in chosen.peers.split(","):
         peer = fla_peer(case, which, arrays)
         if peer is not None:
-            found["fla"] = (
-                functools.partial(_by_fla, case, which),
+            by_fla = functools.partial(_by_fla, case, which)
+            found["fla"] = Program(
+                functools.partial(checked, case, which, arrays, by_fla),
                 functools.partial(torch_seconds_of, peer),
             )
     return found
@@ -274,56 +292,14 @@ def measure(
     case: Case, which: str, arrays: tuple, chosen: argparse.Namespace
 ) -> dict[str, dict[str, Any]]:
     """Every implementation of one pass: milliseconds and errors, or why there are none."""
-    results: dict[str, dict[str, Any]] = {}
-    timers = {}
-    for name, (run, timer) in programs(case, which, arrays, chosen).items():
-        try:
-            results[name] = checked(case, which, arrays, run)
-            if "errors" in results[name]:
-                timers[name] = timer
-        except Exception as failure:  # one that does not support the case must not end the others
-            results[name] = {"failed": f"{type(failure).__name__}: {failure}"[:300]}
-    for name, seconds in interleaved(timers).items():
-        results[name] |= {"ms": 1e3 * seconds[len(seconds) // 2], "best ms": 1e3 * seconds[0]}
-        if which in case.bars and name.startswith("ours"):
-            results[name]["of bar"] = case.bars[which] / results[name]["ms"]
-    for result in results.values():
-        if "ms" in result and "ms" in results.get("fla", {}):
-            result["of fla"] = results["fla"]["ms"] / result["ms"]
-    return results
-
-
-def say(case: Case, which: str, results: dict[str, dict[str, Any]]) -> None:
-    for who, result in results.items():
-        shown = ", ".join(
-            f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
-            for key, value in result.items()
-        )
-        print(f"{case.name:10} {which:10} {who:24} {shown}", flush=True)
+    return timed(programs(case, which, arrays, chosen), case.bars.get(which))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Native sparse attention on a GPU, and its peer.")
-    parser.add_argument("--cases", default=",".join(case.name for case in CASES))
-    parser.add_argument("--platforms", default=",".join(PLATFORMS))
-    parser.add_argument("--passes", default=",".join(PASSES), help="gradients: with the forward")
-    parser.add_argument("--peers", default=",".join(PEERS), help="empty: our own platforms alone")
-    parser.add_argument("--candidates", action="store_true", help="time every configuration")
+    description = "Native sparse attention on a GPU, and its peer."
+    parser = options(description, CASES, PLATFORMS, PEERS)
     parser.add_argument("--slow", action="store_true", help="XLA also where it takes a second")
-    parser.add_argument("--tune", action="store_true", help="measure every candidate first")
-    parser.add_argument("--json", help="where to write the figures, after each pass")
-    chosen = parser.parse_args()
-    report: dict[str, Any] = {**provenance(), "cases": {}}
-    for case in (x for x in CASES if x.name in chosen.cases.split(",")):
-        with policy_override(default_executor().chooser, allow_autotune=chosen.tune):
-            arrays = case.arrays()
-            for which in chosen.passes.split(","):
-                results = measure(case, which, arrays, chosen)
-                report["cases"][f"{case.name} {which}"] = results
-                say(case, which, results)
-                if chosen.json:
-                    with open(chosen.json, "w") as file:
-                        json.dump(report, file, indent=2)
+    report(CASES, parser.parse_args(), measure)
 
 
 if __name__ == "__main__":

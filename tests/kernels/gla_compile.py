@@ -12,9 +12,10 @@ from ejkernel.kernels.gla_attention.inputs import Inputs, Outputs, Spec
 
 
 def call(name):
-    """`channel_128_128_2048`, `head_64_256_2000`, ...: the gate, both head dims, and the length."""
+    """`channel_128_128_2048`, `half-head_64_256_2000`, ...: the gate, head dims and length."""
     what, *sizes = name.split("_")
-    dtype = "float32" if what == "exact" else "bfloat16"
+    half = what.startswith("half")
+    dtype = "float32" if what == "exact" else "float16" if half else "bfloat16"
     h, v, t = map(int, sizes)
     array = lambda *sizes, dtype=dtype: jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype))
     inputs = Inputs(array(2, t, 4, h), array(2, t, 4, h), array(2, t, 4, v))
@@ -26,7 +27,7 @@ def call(name):
         "wide": {"gate": array(2, t, 4, h, dtype="float32")},
         "exact": {"gate": array(2, t, 4, h)},
     }
-    return inputs._replace(**gates[what]), Spec(softmax_scale=0.1)
+    return inputs._replace(**gates[what.removeprefix("half-")]), Spec(softmax_scale=0.1)
 
 
 def launches(inputs, spec, params, device, backward):

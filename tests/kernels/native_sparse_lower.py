@@ -11,6 +11,10 @@ def attend(query, key, value, blocks):
     return native_sparse_attention(query, key, value, block_indices=blocks, platform="triton")
 
 
+def select_and_attend(query, key, value):
+    return native_sparse_attention(query, key, value, block_counts=4, platform="triton")
+
+
 def total(*arrays):
     return attend(*arrays).astype(jnp.float32).sum()
 
@@ -24,3 +28,4 @@ if __name__ == "__main__":
     )
     for function in (attend, jax.grad(total, (0, 1, 2))):
         print(kernels(lowered(function, *shapes)))
+    print(kernels(lowered(select_and_attend, *shapes[:3])))

@@ -1,5 +1,6 @@
 """Linear attention in Triton: interpreted it computes what is defined, compiled it fits."""
 
+import functools
 import importlib.util
 import itertools
 
@@ -10,7 +11,7 @@ import pytest
 from conformance.cases import Case
 from conformance.oracle import assert_as_good_as_rounding
 from evidence import proves
-from kernels.triton_testing import H200, SHARED, compiled, marked, needs_triton
+from kernels.triton_testing import H200, SHARED, compiled, lowered, marked, needs_triton
 
 from ejkernel.cli.oracle import with_gradients
 from ejkernel.errors import UnsupportedError
@@ -26,7 +27,7 @@ from ejkernel.ops.executor import Request
 from ejkernel.ops.platform import Platform
 
 SOURCE = next(source for source in OP.sources if source.platform is Platform.TRITON)
-SMALL = GLAttentionConfig(platform="triton", block_q=16, block_k=16, block_d=16)
+SMALL = GLAttentionConfig(platform="triton", block_q=16, block_rows=16, block_d=16)
 
 
 def check(workload, dtype, cfg):
@@ -63,6 +64,30 @@ def test_half_precision_is_as_good_as_rounding(interpreter, segments, workload):
 
 
 @needs_triton
+@pytest.mark.parametrize("gate", [None, 1, pytest.param(8, marks=pytest.mark.slow)])
+def test_float16_does_not_overflow_before_the_output_does(interpreter, gate):
+    """States, scores and decayed queries exceed 65504; outputs and gradients do not."""
+    draw = lambda i: jax.random.uniform(jax.random.key(i), (1, 80, 1, 8), minval=0.5)
+    query, key, value = (size * draw(i) for i, size in enumerate((6e4, 40.0, 1e3)))
+    gates = None if gate is None else -0.3 * draw(3)[..., slice(8) if gate == 8 else 0]
+
+    def run(cfg, dtype, *arrays):
+        arrays = [x.astype(dtype) for x in arrays]
+        out = gla_attention(*arrays, gates, softmax_scale=5e-8, cfg=cfg)
+        return out.astype(jnp.float32).sum(), out
+
+    results = [
+        jax.value_and_grad(functools.partial(run, cfg, dtype), (0, 1, 2), has_aux=True)(
+            query, key, value
+        )
+        for cfg, dtype in ((SMALL, jnp.float16), (GLAttentionConfig(platform="xla"), jnp.float32))
+    ]
+    assert jnp.abs(results[1][0][1]).max() < 65504
+    for found, expected in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-2, atol=1e-3 * np.abs(expected).max())
+
+
+@needs_triton
 @pytest.mark.parametrize(
     "gate", [-jnp.inf, *(pytest.param(x, marks=pytest.mark.slow) for x in (-50.0, -1e4))]
 )
@@ -81,6 +106,39 @@ def test_gates_that_forget_everything_are_exact(interpreter, gate):
     for whole, part in zip(gradients, alone, strict=True):
         np.testing.assert_allclose(whole[:, 23:], part, rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(whole[:, :23], 0.0, atol=1e-6)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("block_rows", "head_dim"),
+    [
+        (32, 40),
+        (64, 96),
+        *(
+            pytest.param(*sizes, marks=pytest.mark.slow)
+            for sizes in itertools.product((16, 32, 64, 128), (104, 136))
+        ),
+    ],
+)
+def test_blocks_of_rows_with_mild_and_strong_gates(interpreter, block_rows, head_dim):
+    """Only the first of several blocks of rows has gates whose decays overflow as one factor."""
+    sizes = (head_dim, head_dim, 8)
+    arrays = [jax.random.normal(jax.random.key(i), (1, 20, 1, x)) for i, x in enumerate(sizes)]
+    gates = jnp.full((1, 20, 1, head_dim), -0.1).at[..., 0].set(-50.0)
+
+    def run(cfg, *arrays):
+        out = gla_attention(*arrays, cfg=cfg)
+        return (out**2).sum(), out
+
+    results = [
+        jax.value_and_grad(functools.partial(run, cfg), (0, 1, 2, 3), has_aux=True)(*arrays, gates)
+        for cfg in (
+            GLAttentionConfig(platform="triton", block_q=16, block_rows=block_rows),
+            GLAttentionConfig(platform="xla"),
+        )
+    ]
+    for found, expected in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-4)
 
 
 @needs_triton
@@ -161,10 +219,30 @@ def test_on_a_cpu_it_is_refused_in_words():
         gla_attention(x, x, x, platform="triton")
 
 
+def test_configurations_that_name_rows_block_k_still_load():
+    """Only those of Triton: on XLA and TPUs it counts key heads."""
+    read = GLAttentionConfig.from_dict
+    assert read({"platform": "triton", "block_k": 16}) == GLAttentionConfig(
+        platform="triton", block_rows=16
+    )
+    assert read({"platform": "xla", "block_k": 16}).block_k == 16
+    assert read(SMALL.to_dict()) == SMALL
+
+
+@needs_triton
+@pytest.mark.slow
+def test_a_decoding_step_updates_a_donated_state_in_place():
+    assert lowered("gla_lower.py") == ["1 1 0", "1 1 1"]
+
+
 CALLS = [
     f"{gate}_{sizes}"
     for gate in ("plain", "gamma", "head", "channel", "wide", "exact")
     for sizes in ("128_128_8192", "64_64_2000", "256_256_4096", "64_128_8192", "100_60_1000")
+] + [
+    f"half-{gate}_{sizes}"
+    for gate in ("plain", "head", "channel", "wide")
+    for sizes in ("128_128_8192", "256_256_4096")
 ]
 
 

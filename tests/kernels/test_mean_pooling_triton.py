@@ -31,7 +31,7 @@ from ejkernel.ops.platform import Backend, Platform
 SOURCE = next(source for source in OP.sources if source.platform is Platform.TRITON)
 
 # Blocks so small that every row has several, of tokens and of columns.
-SMALL = MeanPoolingConfig(platform="triton", block_size=16, block_dim=16)
+SMALL = MeanPoolingConfig(platform="triton", block_tokens=16, block_dim=16)
 
 
 def check(workload, dtype, cfg):
@@ -61,7 +61,7 @@ def test_half_precision_is_as_good_as_rounding(interpreter, workload):
 @needs_triton
 @pytest.mark.parametrize("workload", marked(WORKLOADS, "padding"))
 def test_one_program_may_have_a_whole_row(interpreter, workload):
-    check(workload, jnp.float32, MeanPoolingConfig(platform="triton", block_size=128))
+    check(workload, jnp.float32, MeanPoolingConfig(platform="triton", block_tokens=128))
 
 
 @needs_triton
@@ -144,16 +144,26 @@ def test_the_forward_divides_rows_only_where_they_do_not_fill_the_gpu():
     blocks = lambda *shape, **packed: configs.heuristic_forward(
         Inputs(jax.ShapeDtypeStruct(shape, jnp.bfloat16), **packed), Spec(), H200
     )
-    assert (blocks(8, 4096, 4096).block_size, blocks(8, 4096, 4096).block_dim) == (4096, 64)
-    assert (blocks(64, 512, 768).block_size, blocks(64, 512, 768).block_dim) == (512, 64)
-    assert (blocks(1, 4096, 4096).block_size, blocks(1, 4096, 4096).block_dim) == (32, 512)
+    assert (blocks(8, 4096, 4096).block_tokens, blocks(8, 4096, 4096).block_dim) == (4096, 64)
+    assert (blocks(64, 512, 768).block_tokens, blocks(64, 512, 768).block_dim) == (512, 64)
+    assert (blocks(1, 4096, 4096).block_tokens, blocks(1, 4096, 4096).block_dim) == (32, 512)
     ends = jax.ShapeDtypeStruct((9,), jnp.int32)
     packed = blocks(32768, 4096, cu_seqlens=ends)
-    assert (packed.block_size, packed.block_dim) == (128, 512)
+    assert (packed.block_tokens, packed.block_dim) == (128, 512)
 
 
 def refusal(dtype, device=H200):
     return triton.why_not(Inputs(jax.ShapeDtypeStruct((2, 8, 16), dtype)), Spec(), device)
+
+
+def test_configurations_that_name_tokens_block_size_still_load():
+    """Only those of Triton: on XLA it is another number of tokens."""
+    read = MeanPoolingConfig.from_dict
+    assert read({"platform": "triton", "block_size": 16}) == MeanPoolingConfig(
+        platform="triton", block_tokens=16
+    )
+    assert read({"platform": "xla", "block_size": 16}).block_size == 16
+    assert read(SMALL.to_dict()) == SMALL
 
 
 def test_it_says_what_it_cannot_do():
@@ -191,7 +201,13 @@ def test_first_choices_compile_without_local_memory(capability):
     proves(OP.name, SOURCE, "forward", "backward", compiled_for=f"sm_{capability}")
     calls = ("mask_8_4096_4096", "packed_32768_4096")
     kernels = compiled("mean_pooling_compile.py", capability, *calls, guess=True)
-    names = ("sum_padded", "sum_packed", "combine", "spread", "spread_packed")
+    names = (
+        "sum_padded",
+        "sum_packed",
+        "combine",
+        "broadcast_gradient",
+        "broadcast_packed_gradient",
+    )
     assert {kernel["kernel"] for kernel in kernels} == {f"{name}_kernel" for name in names}
     for kernel in kernels:
         assert kernel["wide"], kernel

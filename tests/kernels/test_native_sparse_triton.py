@@ -27,6 +27,7 @@ from ejkernel.kernels.native_sparse_attention.workloads import WORKLOADS
 from ejkernel.modules import native_sparse_attention
 from ejkernel.ops import executor
 from ejkernel.ops.executor import Request
+from ejkernel.ops.implementation import Implementation
 from ejkernel.ops.platform import Backend, Platform
 
 SOURCE = next(source for source in OP.sources if source.platform is Platform.TRITON)
@@ -275,6 +276,33 @@ def test_of_equal_scores_the_earlier_block_is_selected(interpreter):
     assert found.blocks[0, 6, 1].tolist() == [1, 0, -1, -1]
 
 
+@needs_triton
+@pytest.mark.parametrize(
+    ("group", "options", "chosen"),
+    [
+        (2, {"platform": "triton"}, "triton"),
+        (2, {"cfg": config(8)}, "triton"),
+        (2, {"platform": "xla"}, "xla"),
+        (17, {"platform": "triton"}, "xla"),  # float32 tiles have 16 rows
+    ],
+)
+def test_the_selection_runs_on_the_named_platform(interpreter, monkeypatch, group, options, chosen):
+    """Or by XLA, if the platform does not support the selection."""
+    ran = []
+    for platform, module in (("xla", xla_selection), ("triton", selection)):
+
+        def run(inputs, spec, params, device, platform=platform, original=module.IMPLEMENTATION):
+            ran.append(platform)
+            return original.forward(inputs, spec, params, device=device)
+
+        spied = dataclasses.replace(module.IMPLEMENTATION.forward, run=run)
+        monkeypatch.setattr(module, "IMPLEMENTATION", Implementation(forward=spied))
+    inputs, _ = problem(length=33, group=group)
+    with executor.use(executor.Executor(executor.default_executor().chooser)):
+        native_sparse_attention(*inputs[:3], block_counts=3, block_size=8, **options)
+    assert set(ran) == {chosen}
+
+
 def refusal(dtype="float16", device=H200, head_dim=64, value=None):
     shape = jax.ShapeDtypeStruct
     inputs = Inputs(
@@ -381,5 +409,5 @@ def test_no_candidate_uses_local_memory(capability, name):
 @needs_triton
 @pytest.mark.slow
 def test_it_lowers_for_a_gpu_that_is_not_present():
-    """The lists and the attention; then the lists again, and three kernels of gradients."""
-    assert lowered("native_sparse_lower.py") == ["2", "6"]
+    """Lists and attention; then the lists again, and three kernels of gradients; a selection."""
+    assert lowered("native_sparse_lower.py") == ["2", "6", "3"]

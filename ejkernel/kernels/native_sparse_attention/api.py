@@ -31,6 +31,7 @@ from ejkernel.kernels.native_sparse_attention.split_sequence import (
 from ejkernel.ops import executor, split_axis
 from ejkernel.ops.executor import Request
 from ejkernel.ops.module import BoundFunction, Module, operation
+from ejkernel.ops.platform import device_of
 from ejkernel.ops.sharded import from_types
 from ejkernel.ops.split_axis import SplitAxis
 
@@ -256,11 +257,18 @@ def _selected(
     # A mesh may split the query heads of a key head, which choose together.
     if request.mesh is not None or request.in_specs is not None or from_types([key]) is not None:
         return select_blocks(inputs, spec)
-    cfg = request.cfg
-    named = cfg.platform if isinstance(cfg, NativeSparseAttentionConfig) else None
-    # A platform is named for the attention; one without a selection uses XLA's.
-    platform = "xla" if "xla" in (request.platform, named) else None
+    platform = _selection_platform(inputs, spec, request)
     return executor.run(SELECTION, inputs, spec, Request(platform)).blocks
+
+
+def _selection_platform(inputs: SelectionInputs, spec: Spec, request: Request) -> str | None:
+    """The platform named for the attention, or None if it does not support this selection."""
+    named = request.platform
+    if named in (None, "auto") and isinstance(request.cfg, NativeSparseAttentionConfig):
+        named = request.cfg.platform
+    device = device_of(jax.tree.leaves(inputs))
+    supported, _ = SELECTION.supporting("forward", inputs, spec, device, named)
+    return named if supported else None
 
 
 def _without_heads(in_specs: object) -> object:

@@ -13,7 +13,7 @@ class NativeSparseAttentionConfig(Config):
     Args:
         block_q: tokens that meet a block of keys at once.
         block_k: keys that a GPU kernel takes at once.
-        block_d: head dims that a GPU kernel takes at once.
+        block_d: read by nothing; kept so that stored configurations load.
         block_size: keys in a block; it is part of what the call means and must be the call's own.
         num_warps: warps of a GPU kernel.
         num_stages: pipeline stages of a GPU kernel.

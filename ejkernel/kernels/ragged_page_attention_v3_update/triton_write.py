@@ -1,6 +1,5 @@
 """In-place write of new tokens into the pages of a KV cache, one Triton kernel."""
 
-# Annotations stay text: Triton reads them, and it may not be installed.
 from __future__ import annotations
 
 import dataclasses
@@ -12,12 +11,13 @@ import numpy as np
 
 from ejkernel.kernels.common.paged import cache_axes, stored
 from ejkernel.kernels.common.triton.bridge import LaunchConfig, launch, padded_size, triton_jit
-from ejkernel.kernels.common.triton.device_types import Pointer, StaticArguments, Tensor
-from ejkernel.kernels.ragged_page_attention_v3.triton.operands import (
+from ejkernel.kernels.common.triton.device_types import (
     INT32_ELEMENTS,
-    sequence_lengths,
-    strides,
+    Pointer,
+    StaticArguments,
+    Tensor,
 )
+from ejkernel.kernels.ragged_page_attention_v3.triton.operands import sequence_lengths, strides
 from ejkernel.kernels.ragged_page_attention_v3_update.inputs import Inputs, Spec
 from ejkernel.ops.platform import Device
 

@@ -4,7 +4,8 @@ A file of kernels never imports Triton. It declares its device functions with `@
 global `tl: Any = None`. The first launch imports Triton, assigns `triton.language` to `tl` and
 replaces every declared function by its `triton.JITFunction`. So such a file can be imported on a
 machine without Triton, and `TRITON_INTERPRET` is set before Triton is imported, which is when
-Triton reads it.
+Triton reads it. Such a file has `from __future__ import annotations`: Triton evaluates annotations
+like `tl.constexpr`, which Python cannot while `tl` is None.
 
 A kernel takes pointers to its inputs, pointers to its outputs, and one compile-time constant named
 `static`, a `StaticArguments`. Parameters are annotated with the types of `device_types`.

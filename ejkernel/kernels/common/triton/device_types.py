@@ -13,6 +13,8 @@ import numpy as np
 
 from ejkernel.kernels.common.constants import LOG2_E
 
+INT32_ELEMENTS = 2**31  # offsets in larger arrays need 64 bits
+
 
 class _Annotation:
     """A type that Triton, which looks up all names in the source, accepts in a signature."""

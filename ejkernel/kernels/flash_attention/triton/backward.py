@@ -5,7 +5,6 @@ sum in a fixed order: the result is deterministic. The query heads of a key head
 in the program that holds its keys (https://arxiv.org/abs/2307.08691).
 """
 
-# Annotations stay text: Triton reads them, and it may not be installed.
 from __future__ import annotations
 
 from typing import Any, NamedTuple

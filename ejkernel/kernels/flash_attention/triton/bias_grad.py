@@ -4,7 +4,6 @@ One program computes one tile of the bias in its own shape. It sums over the axe
 bias is broadcast (batch, heads, queries or keys) in a fixed order: the result is deterministic.
 """
 
-# Annotations stay text: Triton reads them, and it may not be installed.
 from __future__ import annotations
 
 from typing import Any

@@ -4,7 +4,6 @@ One program computes one block of queries of one head. It first visits the key b
 fully visible, without a mask, then those that are partially visible.
 """
 
-# Annotations stay text: Triton reads them, and it may not be installed.
 from __future__ import annotations
 
 from typing import Any

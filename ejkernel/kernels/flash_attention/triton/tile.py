@@ -4,7 +4,6 @@ A tile is block_q queries against block_k keys; `transposed`: keys first. Every 
 is decided when the kernel is compiled.
 """
 
-# Annotations stay text: Triton reads them, and it may not be installed.
 from __future__ import annotations
 
 from typing import Any

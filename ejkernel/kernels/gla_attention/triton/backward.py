@@ -3,7 +3,6 @@
 Both are given the states before the chunks and the gradients of the states after them.
 """
 
-# Triton evaluates the annotations of device functions; importing this file must not need Triton.
 from __future__ import annotations
 
 import dataclasses
@@ -29,16 +28,20 @@ from ejkernel.kernels.gla_attention.triton.forward import (
     load_scores_transposed,
     store_scores,
 )
-from ejkernel.kernels.gla_attention.triton.operands import LinearStatic, TokenLists
+from ejkernel.kernels.gla_attention.triton.operands import (
+    LinearStatic,
+    TokenLists,
+    operand_dtype,
+)
 from ejkernel.kernels.gla_attention.triton.states import decay_arrays, load_state, unused
 from ejkernel.kernels.gla_attention.triton.tokens import (
     after_transposed,
     channel_end,
     channel_start,
+    fits_one_factor,
     head_end,
     head_start,
     head_total,
-    is_mild,
     level_factors,
     level_pairs,
     level_pairs_transposed,
@@ -58,7 +61,7 @@ from ejkernel.ops.platform import Device
 
 tl: Any = None
 
-_STRONG_ROWS = 16  # of a tile of the state, where gates are strong: the kernel needs many registers
+_OVERFLOW_ROWS = 16  # of a tile where decays overflow: that kernel needs many registers
 
 
 class ChunkStates(NamedTuple):
@@ -91,7 +94,7 @@ def value_gradient(
             unused() if scores is None else scores,
             d_after,
         ],
-        [jax.ShapeDtypeStruct(shape, query.dtype)],
+        [jax.ShapeDtypeStruct(shape, d_out.dtype)],
         static,
         config._replace(programs=_programs(static) * static.column_blocks),
         device,
@@ -112,7 +115,7 @@ def score_gradients(
     (d_scores,) = launch(
         score_gradient_kernel,
         [lists.chunks, inputs.value, d_out],
-        [jax.ShapeDtypeStruct(shape, inputs.query.dtype)],
+        [jax.ShapeDtypeStruct(shape, operand_dtype(inputs.query.dtype))],
         static,
         config._replace(programs=static.batch * static.chunks * static.heads),
         device,
@@ -153,7 +156,7 @@ def key_gradients(
         *states,
     ]
     flags = (batch, static.chunks, heads, static.row_blocks) if static.channel else (16,)
-    *gradients, strong = launch(
+    *gradients, overflows = launch(
         key_kernel,
         operands,
         [*shapes, jax.ShapeDtypeStruct(flags, jnp.int32)],
@@ -162,10 +165,10 @@ def key_gradients(
         device,
     )
     if static.channel:
-        narrow = dataclasses.replace(static, block_rows=_STRONG_ROWS, flags=static.row_blocks)
+        narrow = dataclasses.replace(static, block_rows=_OVERFLOW_ROWS, flag_rows=static.block_rows)
         gradients = launch(
-            strong_key_kernel,
-            [*operands, strong, *gradients],
+            overflowing_key_kernel,
+            [*operands, overflows, *gradients],
             shapes,
             narrow,
             LaunchConfig(_programs(static) * narrow.row_blocks, 4, 1),
@@ -225,12 +228,12 @@ def value_kernel(
                     products = products * pair
                 else:
                     products = tl.where(time[None, :] >= time[:, None], products, 0.0)
-                weights = (products * static.scale).to(d_value.dtype.element_ty)
+                weights = products * static.scale
             d_o = load_tokens(
                 d_out, rows, length, own, column, static.heads, static.columns,
                 static.block_columns, static,
             )  # fmt: skip
-            acc = tl.dot(weights, d_o, acc, input_precision=static.precision)
+            acc = tl.dot(weights.to(d_o.dtype), d_o, acc, input_precision=static.precision)
         store_tokens(
             d_value, acc, rows, length, head, column, static.kv_heads, static.columns,
             static.block_columns, static,
@@ -288,19 +291,19 @@ def score_gradient_kernel(
 def key_kernel(
     chunks: Pointer, query: Pointer, key: Pointer, value: Pointer, d_out: Pointer, gate: Pointer,
     gamma: Pointer, d_scores: Pointer, before: Pointer, d_after: Pointer, d_query: Pointer,
-    d_key: Pointer, d_gate: Pointer, strong: Pointer,
+    d_key: Pointer, d_gate: Pointer, overflows: Pointer,
     static: LinearStatic,
 ):  # fmt: skip
     """A block of the gradients of queries, keys and gates of one key head in one chunk.
 
-    Blocks with strong gates are left to `strong_key_kernel`, and marked.
+    Blocks whose decays overflow as one factor are left to `overflowing_key_kernel`, and marked.
     """
     block = tl.program_id(0)
     batch, chunk, head, row_block = _block_indices(block, static)
     token, length = load_chunk(chunks, batch, chunk, static)
     if length > 0:
         rows = token_rows(batch, token, static)
-        mild = True
+        fits = True
         if static.channel:
             gates = load_gates(
                 gate, rows, length, head, row_block * static.block_rows, static.block_rows, static
@@ -308,21 +311,21 @@ def key_kernel(
             gamma_value = 0.0
             if static.gamma:
                 gamma_value = load_gamma(gamma, batch, head, static)
-            mild = is_mild(middle_exponents(gates, gamma_value, static), static)
-            tl.store(strong + block, tl.where(mild, 0, 1))
-        if mild:
+            fits = fits_one_factor(middle_exponents(gates, gamma_value, static), static)
+            tl.store(overflows + block, tl.where(fits, 0, 1))
+        if fits:
             _write_gradients(
                 query, key, value, d_out, gate, gamma, d_scores, before, d_after, d_query, d_key,
                 d_gate, rows, length, batch, chunk, head, row_block, False, static,
             )  # fmt: skip
     elif static.channel:
-        tl.store(strong + block, 0)
+        tl.store(overflows + block, 0)
 
 
 @triton_jit
-def strong_key_kernel(
+def overflowing_key_kernel(
     chunks: Pointer, query: Pointer, key: Pointer, value: Pointer, d_out: Pointer, gate: Pointer,
-    gamma: Pointer, d_scores: Pointer, before: Pointer, d_after: Pointer, strong: Pointer,
+    gamma: Pointer, d_scores: Pointer, before: Pointer, d_after: Pointer, overflows: Pointer,
     _d_query: Pointer, _d_key: Pointer, _d_gate: Pointer, d_query: Pointer, d_key: Pointer,
     d_gate: Pointer,
     static: LinearStatic,
@@ -330,8 +333,8 @@ def strong_key_kernel(
     """The blocks that `key_kernel` has left, in place; the arrays with `_` are the same ones."""
     batch, chunk, head, row_block = _block_indices(tl.program_id(0), static)
     index = (batch * static.chunks + chunk) * static.kv_heads + head
-    flag = row_block * static.flags // static.row_blocks
-    if tl.load(strong + index * static.flags + flag) != 0:
+    flag = row_block * static.block_rows // static.flag_rows
+    if tl.load(overflows + index * static.flags + flag) != 0:
         token, length = load_chunk(chunks, batch, chunk, static)
         rows = token_rows(batch, token, static)
         _write_gradients(
@@ -353,7 +356,7 @@ def _write_gradients(
     query: Pointer, key: Pointer, value: Pointer, d_out: Pointer, gate: Pointer, gamma: Pointer,
     d_scores: Pointer, before: Pointer, d_after: Pointer, d_query: Pointer, d_key: Pointer,
     d_gate: Pointer, rows: Tensor, length: Scalar, batch: Scalar, chunk: Scalar, head: Scalar,
-    row_block: Scalar, strong: tl.constexpr, static: LinearStatic,
+    row_block: Scalar, overflows: tl.constexpr, static: LinearStatic,
 ):  # fmt: skip
     """A block of gradients, from the state before the chunk, the one after it, and the scores."""
     row = row_block * static.block_rows
@@ -389,11 +392,11 @@ def _write_gradients(
         d_score = load_scores(d_scores, batch, chunk, own, static)
         transposed = load_scores_transposed(d_scores, batch, chunk, own, static)
         if static.channel:
-            d_k, d_g, d_q = _channel_head(
-                d_k, d_g, d_q, q, k, d_score, transposed, gates, gamma_value, strong, static
+            d_k, d_g, d_q = _channel_decay_gradients(
+                d_k, d_g, d_q, q, k, d_score, transposed, gates, gamma_value, overflows, static
             )
         else:
-            d_k, d_g, d_q = _head_head(
+            d_k, d_g, d_q = _scalar_decay_gradients(
                 d_k, d_g, d_q, q, k, d_score, transposed, gates, gamma_value, static
             )
         store_tokens(
@@ -467,7 +470,7 @@ def _from_out(
 
 
 @triton_jit
-def _head_head(
+def _scalar_decay_gradients(
     d_k: Tensor, d_g: Tensor, d_q: Tensor, q: Tensor, k: Tensor, d_score: Tensor,
     d_score_transposed: Tensor, gates: Tensor, gamma: Scalar, static: LinearStatic,
 ):  # fmt: skip
@@ -494,15 +497,15 @@ def _head_head(
 
 
 @triton_jit
-def _channel_head(
+def _channel_decay_gradients(
     d_k: Tensor, d_g: Tensor, d_q: Tensor, q: Tensor, k: Tensor, d_score: Tensor,
-    d_score_transposed: Tensor, gates: Tensor, gamma: Scalar, strong: tl.constexpr,
+    d_score_transposed: Tensor, gates: Tensor, gamma: Scalar, overflows: tl.constexpr,
     static: LinearStatic,
 ):  # fmt: skip
-    """`_head_head` for gates of every row of a state."""
+    """`_scalar_decay_gradients` for gates of every row of a state."""
     d_q *= channel_start(gates, gamma, static) * static.scale
     d_g += _spread(up_to_transposed(tl.arange(0, static.chunk)), q * d_q, static)
-    if strong:
+    if overflows:
         d_q, d_k, d_g = _level_gradients(
             d_q, d_k, d_g, q, k, d_score, d_score_transposed, gates, gamma, static
         )

@@ -35,7 +35,7 @@ def tiles_of(inputs: Inputs, params: GLAttentionConfig) -> LinearTiles:
     chunk = min(padded_size(params.block_q), _MAX_CHUNK, padded_size(average))
     return LinearTiles(
         chunk,
-        min(padded_size(params.block_k), MAX_WIDTH),
+        min(padded_size(params.block_rows), MAX_WIDTH),
         min(padded_size(params.block_d), MAX_WIDTH),
         params.num_warps,
         params.num_stages,
@@ -66,14 +66,16 @@ def tile_configs(inputs: Inputs, backward: bool, device: Device) -> list[LinearT
     channel = gate is not None and gate.shape[-1] > 1
     if np.dtype(inputs.query.dtype).itemsize == 4:  # without tensor cores
         return [LinearTiles(16, 16, 16, 8, 1)]
-    # Tables of gates of a head, and gates in float32, need the registers of a longer chunk.
+    # Float16, which is widened, tables of gates of a head, and gates in float32 need the registers
+    # of a longer chunk.
+    widened = inputs.query.dtype == np.float16
     many_registers = gate is not None and (not channel or gate.dtype == np.float32)
-    if many_registers or (device.compute_capability or (9, 0)) != (9, 0):
-        chunk = 16 if wide else 32
+    if many_registers or widened or (device.compute_capability or (9, 0)) != (9, 0):
+        chunk = 16 if wide or (widened and channel) else 32
         if backward and gate is None:
             return [LinearTiles(chunk, 64, 64, 4, 2), LinearTiles(chunk, 32, 32, 4, 2)]
         narrow = [LinearTiles(chunk, 16, 32, 4, 2), LinearTiles(chunk, 16, 16, 4, 2)]
-        return narrow[1:] if gate is not None and not channel else narrow
+        return narrow[1:] if (gate is not None or widened) and not channel else narrow
     if backward:
         rows = 32 if channel else 64
         return [LinearTiles(64, rows, 64, 4, 2), LinearTiles(64, rows, 64, 4, 1)]
@@ -91,7 +93,7 @@ def to_params(tiles: LinearTiles) -> GLAttentionConfig:
     """The configuration of tiles."""
     return GLAttentionConfig(
         block_q=tiles.chunk,
-        block_k=tiles.block_rows,
+        block_rows=tiles.block_rows,
         block_d=tiles.block_columns,
         num_warps=tiles.warps,
         num_stages=tiles.stages,

@@ -1,6 +1,5 @@
 """A few tokens of every sequence, as in decoding: the state is read and written once."""
 
-# Triton evaluates the annotations of device functions; importing this file must not need Triton.
 from __future__ import annotations
 
 from typing import Any

@@ -1,6 +1,5 @@
 """The forward kernels: products of the tokens of a chunk, and the outputs along every segment."""
 
-# Triton evaluates the annotations of device functions; importing this file must not need Triton.
 from __future__ import annotations
 
 import dataclasses
@@ -18,7 +17,11 @@ from ejkernel.kernels.common.triton.bridge import (
 )
 from ejkernel.kernels.common.triton.device_types import Pointer, Scalar, Tensor
 from ejkernel.kernels.gla_attention.inputs import Inputs
-from ejkernel.kernels.gla_attention.triton.operands import LinearStatic, TokenLists
+from ejkernel.kernels.gla_attention.triton.operands import (
+    LinearStatic,
+    TokenLists,
+    operand_dtype,
+)
 from ejkernel.kernels.gla_attention.triton.states import (
     Decays,
     decay_arrays,
@@ -34,10 +37,10 @@ from ejkernel.kernels.gla_attention.triton.tokens import (
     channel_end,
     channel_start,
     chunk_rows,
+    fits_one_factor,
     head_end,
     head_start,
     head_total,
-    is_mild,
     level_factors,
     level_pairs,
     load_gamma,
@@ -80,14 +83,15 @@ def chunk_operands(
         return ChunkOperands(inputs.query, inputs.key, decays, None)
     shape = (static.batch, static.chunks, static.heads, static.chunk, static.chunk)
     totals = (static.batch, static.chunks, static.kv_heads, static.rows)
+    dtype = operand_dtype(inputs.query.dtype)
     query, key, totals, scores = launch(
         score_kernel,
         [lists.chunks, inputs.query, inputs.key, *decays],
         [
-            jax.ShapeDtypeStruct(inputs.query.shape, inputs.query.dtype),
-            jax.ShapeDtypeStruct(inputs.key.shape, inputs.key.dtype),
+            jax.ShapeDtypeStruct(inputs.query.shape, dtype),
+            jax.ShapeDtypeStruct(inputs.key.shape, dtype),
             jax.ShapeDtypeStruct(totals, jnp.float32),
-            jax.ShapeDtypeStruct(shape, inputs.query.dtype),
+            jax.ShapeDtypeStruct(shape, dtype),
         ],
         static,
         config._replace(programs=static.batch * static.chunks * static.heads),
@@ -128,7 +132,7 @@ def outputs(
             unused() if entered is None else entered,
         ],
         [
-            jax.ShapeDtypeStruct((*query.shape[:3], static.columns), query.dtype),
+            jax.ShapeDtypeStruct((*query.shape[:3], static.columns), value.dtype),
             jax.ShapeDtypeStruct((static.batch, static.sequences, *state), jnp.float32),
         ],
         static,
@@ -182,7 +186,7 @@ def score_kernel(
                 at = (batch.to(tl.int64) * static.chunks + chunk) * static.kv_heads + kv_head
                 store_total(totals, total, at, first, static.block_rows, static)
             exponents = middle_exponents(gates, gamma_value, static)
-            if is_mild(exponents, static):
+            if fits_one_factor(exponents, static):
                 q, k = anchored(q, k, exponents, static)
                 product = tl.dot(q, tl.trans(k), input_precision=static.precision)
                 acc += tl.where(time[:, None] >= time[None, :], product, 0.0)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 from ejkernel import settings
@@ -21,7 +22,7 @@ from ejkernel.kernels.common.triton.device_types import StaticArguments
 from ejkernel.kernels.gla_attention.inputs import Inputs, Spec, sequences
 
 BEGINS, ENDS = 1, 2  # flags of the first and of the last segment of a sequence, in time
-_LEAST = {"float16": -65504.0}  # in place of -inf: 0 times -inf would be NaN
+_MIN_LOG_DECAY = {"float16": -65504.0}  # in place of -inf: 0 times -inf would be NaN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,16 +41,17 @@ class LinearStatic(StaticArguments):
         initial: the sequences have a first state.
         block_rows, block_columns: the tile of the state of a program.
         backward_in_time: from the last chunk to the first, to gradients of states.
-        local: states of segments that begin with 0, instead of those before each chunk.
+        from_zero: states of segments that begin with 0, instead of those before each chunk.
         last: also write the state after the last chunk of a sequence.
-        flags: of each key head and chunk, that tell which rows have strong gates.
-        least: the smallest logarithm of a decay.
+        flag_rows: rows of a state that share a flag, which says whether decays overflow.
+        min_log_decay: the smallest logarithm of a decay.
+        widened: float16 tokens are converted to float32 when they are loaded.
         precision: of matmuls.
         split_gates: sums of float32 gates are matmuls in bfloat16.
         spread_precision: of matmuls of ones and zeros and gradients of sums of gates.
         narrow_spread: those are in bfloat16, otherwise in float32.
         pair_precision: of those whose terms cancel.
-        widest: the largest exponent of a factor above 1.
+        max_exponent: the largest exponent of a factor above 1.
     """
 
     batch: int
@@ -72,17 +74,18 @@ class LinearStatic(StaticArguments):
     block_rows: int
     block_columns: int
     scale: float
-    least: float
+    min_log_decay: float
+    widened: bool
     precision: str
     split_gates: bool
     spread_precision: str
     narrow_spread: bool
     pair_precision: str
-    widest: float
+    max_exponent: float
     backward_in_time: bool = False
-    local: bool = False
+    from_zero: bool = False
     last: bool = False
-    flags: int = 1
+    flag_rows: int = 16
 
     def tiled(self, rows: int, columns: int) -> "LinearStatic":
         """With tiles of so many rows and columns of a state, or fewer if it has fewer."""
@@ -108,6 +111,11 @@ class LinearStatic(StaticArguments):
     @property
     def row_blocks(self) -> int:
         return -(-self.rows // self.block_rows)
+
+    @property
+    def flags(self) -> int:
+        """Flags of a key head in a chunk."""
+        return -(-self.rows // self.flag_rows)
 
     @property
     def column_blocks(self) -> int:
@@ -211,6 +219,11 @@ def covered_tokens(inputs: Inputs) -> jax.Array | None:
     return inside[..., None, None]
 
 
+def operand_dtype(dtype: DTypeLike) -> np.dtype:
+    """The dtype of states, scores and decayed tokens; in float16, they could overflow."""
+    return np.dtype(jnp.float32 if dtype == jnp.float16 else dtype)
+
+
 def static_arguments(
     inputs: Inputs, spec: Spec, segment: int, chunk: int, block_rows: int, block_columns: int
 ) -> LinearStatic:
@@ -218,8 +231,10 @@ def static_arguments(
     batch, tokens, heads, rows = inputs.query.shape
     kv_heads, columns = inputs.value.shape[2:]
     count = sequences(inputs)
-    gate, precision = inputs.gate, matmul_precision(inputs.query.dtype)
     query_dtype = np.dtype(inputs.query.dtype).name
+    widened, gate = query_dtype == "float16", inputs.gate
+    # TF32 has the precision of float16, and the range of float32.
+    precision = "tf32" if widened else matmul_precision(inputs.query.dtype)
     gate_dtype = "float32" if gate is None else np.dtype(gate.dtype).name
     return LinearStatic(
         batch=batch,
@@ -242,7 +257,8 @@ def static_arguments(
         block_rows=min(block_rows, padded_size(rows)),
         block_columns=min(block_columns, padded_size(columns)),
         scale=spec.softmax_scale,
-        least=_LEAST.get(gate_dtype, -1e30),
+        min_log_decay=_MIN_LOG_DECAY.get(gate_dtype, -1e30),
+        widened=widened,
         precision=precision,
         # Not in float32, which is exact without, nor in the interpreter, which has no bfloat16.
         split_gates=gate_dtype == "float32" != query_dtype and not settings.interpret(),
@@ -250,5 +266,5 @@ def static_arguments(
         spread_precision=precision if inputs.query.dtype == jnp.float32 else "tf32",
         narrow_spread=inputs.query.dtype == jnp.bfloat16,
         pair_precision="ieee" if inputs.query.dtype == jnp.float32 else "tf32x3",
-        widest=4.0 if inputs.query.dtype == jnp.float16 else 40.0,
+        max_exponent=40.0,
     )

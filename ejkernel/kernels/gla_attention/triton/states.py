@@ -4,7 +4,6 @@ The recurrence adds the tokens of a chunk to a tile of the state: keys and value
 or queries and gradients of outputs backward, which gives the gradients of the states.
 """
 
-# Triton evaluates the annotations of device functions; importing this file must not need Triton.
 from __future__ import annotations
 
 import dataclasses
@@ -21,7 +20,11 @@ from ejkernel.kernels.common.triton.bridge import (
 )
 from ejkernel.kernels.common.triton.device_types import Pointer, Scalar, Tensor
 from ejkernel.kernels.gla_attention.inputs import Inputs
-from ejkernel.kernels.gla_attention.triton.operands import LinearStatic, TokenLists
+from ejkernel.kernels.gla_attention.triton.operands import (
+    LinearStatic,
+    TokenLists,
+    operand_dtype,
+)
 from ejkernel.kernels.gla_attention.triton.tokens import (
     chunk_rows,
     head_end,
@@ -70,7 +73,7 @@ def states_before_segments(
     static = dataclasses.replace(static, initial=first is not None)
     if not static.segmented:
         return first
-    local = dataclasses.replace(static, local=True)
+    from_zero = dataclasses.replace(static, from_zero=True)
     shape = (static.batch, static.segments, static.kv_heads, static.rows, static.columns)
     states, totals = launch(
         recurrence_kernel,
@@ -79,7 +82,7 @@ def states_before_segments(
             jax.ShapeDtypeStruct(shape, jnp.float32),
             jax.ShapeDtypeStruct((*shape[:3], static.rows if static.channel else 1), jnp.float32),
         ],
-        local,
+        from_zero,
         config._replace(programs=_recurrence_programs(static)),
         device,
     )
@@ -111,7 +114,7 @@ def states_of_chunks(
 ) -> tuple[jax.Array, jax.Array]:
     """The states [b, chunks, k, h, v] before each chunk of the recurrence, and those after it.
 
-    The former are in the dtype of what is added; the latter, [b, m, k, h, v] in float32, are
+    The former are in `operand_dtype` of what is added; the latter, [b, m, k, h, v] in float32, are
     written only if `static.last`, and only for sequences with tokens.
     """
     static = dataclasses.replace(static, initial=entered is not None)
@@ -123,7 +126,7 @@ def states_of_chunks(
         recurrence_kernel,
         [lists.segments, x, y, *decays, unused() if entered is None else entered],
         [
-            jax.ShapeDtypeStruct((static.batch, static.chunks, *state), x.dtype),
+            jax.ShapeDtypeStruct((static.batch, static.chunks, *state), operand_dtype(x.dtype)),
             jax.ShapeDtypeStruct(
                 (static.batch, static.sequences, *state) if static.last else (16,), jnp.float32
             ),
@@ -158,7 +161,7 @@ def recurrence_kernel(
 ):  # fmt: skip
     """A tile of the state over the chunks of one segment.
 
-    With `local`: from 0, `states` of segments and their log decays in `last`.
+    With `from_zero`: `states` of segments and their log decays in `last`.
     """
     program = tl.program_id(0)
     column = program % static.column_blocks * static.block_columns
@@ -168,10 +171,10 @@ def recurrence_kernel(
     token, length, sequence, first_chunk, flags = load_segment(segments, batch, segment, static)
 
     wanted = length > 0
-    if static.local:  # the scan does not continue after the last segment of a sequence
+    if static.from_zero:  # the scan does not continue after the last segment of a sequence
         wanted = wanted & ((flags & static.flag_of_last) == 0)
     if wanted:
-        if static.local:
+        if static.from_zero:
             state = tl.full([static.block_rows, static.block_columns], 0.0, tl.float32)
         else:
             state = load_entered(
@@ -189,7 +192,7 @@ def recurrence_kernel(
                 chunk = count - 1 - i
             rows, valid = chunk_rows(batch, token, length, chunk, static)
             at = (batch.to(tl.int64) * static.chunks + first_chunk + chunk) * static.kv_heads + head
-            if not static.local:
+            if not static.from_zero:
                 store_state(
                     states, state, at, row, column, static.block_rows, static.block_columns,
                     static,
@@ -198,7 +201,7 @@ def recurrence_kernel(
                 state, x, y, gate, gamma_value, rows, valid, at, head, row, column, static
             )
             log_total += log_decay
-        if static.local:
+        if static.from_zero:
             at = (batch.to(tl.int64) * static.segments + segment) * static.kv_heads + head
             store_state(
                 states, state, at, row, column, static.block_rows, static.block_columns, static

@@ -1,4 +1,4 @@
-"""Device functions: the tokens of a chunk, and their decays without dividing by one.
+"""Device functions: the tokens of a chunk, and their decays, computed without division.
 
 Indices count in time inside the chunk. Of a chunk with log decays `a`:
 
@@ -15,7 +15,6 @@ overflow, pairs are grouped by the block of 2, 4, 8, ... tokens whose middle lie
 in `chunk_recurrence`: no factor is above 1 then where no gate is above 0.
 """
 
-# Triton evaluates the annotations of device functions; importing this file must not need Triton.
 from __future__ import annotations
 
 from typing import Any
@@ -60,9 +59,12 @@ def load_tokens(
     valid = (tl.arange(0, static.chunk) < length)[:, None]
     if width % block != 0:
         valid = valid & (column < width)[None, :]
-    return tl.load(
+    values = tl.load(
         x + (rows * heads + head)[:, None] * width + column[None, :], mask=valid, other=0.0
     )
+    if static.widened:
+        values = values.to(tl.float32)
+    return values
 
 
 @triton_jit
@@ -75,9 +77,12 @@ def load_transposed(
     valid = (tl.arange(0, static.chunk) < length)[None, :]
     if width % block != 0:
         valid = valid & (column < width)[:, None]
-    return tl.load(
+    values = tl.load(
         x + (rows * heads + head)[None, :] * width + column[:, None], mask=valid, other=0.0
     )
+    if static.widened:
+        values = values.to(tl.float32)
+    return values
 
 
 @triton_jit
@@ -106,7 +111,7 @@ def load_gates(
     gates = load_tokens(
         gate, rows, length, head, first, static.kv_heads, static.rows, block, static
     )
-    return _bounded(gates, static)
+    return _bounded(gates.to(gate.dtype.element_ty), static)
 
 
 @triton_jit
@@ -127,12 +132,14 @@ def load_head_gates(
 def load_gamma(gamma: Pointer, batch: Scalar, head: Scalar, static: LinearStatic):
     """The log decay of a head."""
     value = tl.load(gamma + batch * static.kv_heads + head).to(tl.float32)
-    return tl.maximum(value, static.least, propagate_nan=tl.PropagateNan.ALL)
+    return tl.maximum(value, static.min_log_decay, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton_jit
 def _bounded(gates: Tensor, static: LinearStatic):
-    return tl.maximum(gates, static.least, propagate_nan=tl.PropagateNan.ALL).to(gates.dtype)
+    return tl.maximum(gates, static.min_log_decay, propagate_nan=tl.PropagateNan.ALL).to(
+        gates.dtype
+    )
 
 
 @triton_jit
@@ -314,6 +321,6 @@ def channel_end(gates: Tensor, gamma: Scalar, length: Scalar, static: LinearStat
 
 
 @triton_jit
-def is_mild(exponents: Tensor, static: LinearStatic):
+def fits_one_factor(exponents: Tensor, static: LinearStatic):
     """Whether factors between tokens and the middle of the chunk do not overflow."""
-    return tl.max(tl.max(tl.abs(exponents), 1), 0) <= static.widest
+    return tl.max(tl.max(tl.abs(exponents), 1), 0) <= static.max_exponent

@@ -3,7 +3,6 @@
 Rows are gathered where they are: none is moved, and no group is padded.
 """
 
-# Triton evaluates the annotations of device functions; importing this file must not need Triton.
 from __future__ import annotations
 
 from typing import Any

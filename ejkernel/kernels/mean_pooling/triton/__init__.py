@@ -14,9 +14,9 @@ from ejkernel.kernels.mean_pooling.config import MeanPoolingConfig
 from ejkernel.kernels.mean_pooling.inputs import Inputs, Outputs, Spec
 from ejkernel.kernels.mean_pooling.triton import configs
 from ejkernel.kernels.mean_pooling.triton.kernels import (
+    broadcast_gradient,
+    broadcast_packed_gradient,
     combine,
-    spread,
-    spread_packed,
     sum_packed,
     sum_padded,
 )
@@ -55,12 +55,14 @@ def run_backward(
     x, d_out = inputs.x, d_outputs.out
     tiles = configs.from_params(params, x)
     if inputs.cu_seqlens is None:
-        return Inputs(spread(d_out[:, 0], inputs.attention_mask, x.shape[1], tiles, device))
+        return Inputs(
+            broadcast_gradient(d_out[:, 0], inputs.attention_mask, x.shape[1], tiles, device)
+        )
     lead = (x.shape[:-2], inputs.cu_seqlens.shape[:-1], d_out.shape[:-2])
     batch = jnp.broadcast_shapes(*lead)
     d_out = jnp.broadcast_to(d_out, (*batch, *d_out.shape[-2:]))
     d_out = d_out.reshape(math.prod(batch), *d_out.shape[-2:])
-    d_x = spread_packed(d_out, _flat_boundaries(inputs), x.shape[-2], tiles, device)
+    d_x = broadcast_packed_gradient(d_out, _flat_boundaries(inputs), x.shape[-2], tiles, device)
     return Inputs(d_x.reshape(*batch, *d_x.shape[1:]))
 
 

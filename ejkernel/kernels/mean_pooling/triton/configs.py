@@ -17,7 +17,7 @@ from ejkernel.ops.platform import Device
 _WARPS = 4
 _BYTES_OF_A_THREAD = 128  # that it loads at once
 _LEAST_BYTES, _MOST_BYTES = 128, 1024  # of a row of a tile
-# Programs on each multiprocessor, at least: whole sequences are even, parts of them are not.
+# Minimum programs per SM; split sequences need more for balance.
 _WHOLE_SEQUENCES, _PARTS = 3, 8
 _FORWARD_TOKENS, _BACKWARD_TOKENS = (512, 256, 128, 64, 32), (64, 32, 16)
 
@@ -33,7 +33,7 @@ class TritonTileConfig(NamedTuple):
 
 def from_params(params: MeanPoolingConfig, x: jax.Array) -> TritonTileConfig:
     """The tiles of a configuration in sizes that Triton supports, none larger than its axis."""
-    tokens = min(padded_size(params.block_size), padded_size(x.shape[-2]))
+    tokens = min(padded_size(params.block_tokens), padded_size(x.shape[-2]))
     columns = min(padded_size(params.block_dim), padded_size(x.shape[-1]))
     at_once = 32 * params.num_warps * _BYTES_OF_A_THREAD // np.dtype(x.dtype).itemsize
     rows = min(max(at_once // columns, 1), tokens)
@@ -88,7 +88,7 @@ def _column_blocks(inputs: Inputs, params: MeanPoolingConfig) -> int:
 def _params(inputs: Inputs, tokens: int, row_bytes: int) -> MeanPoolingConfig:
     columns = _columns(inputs.x.shape[-1], np.dtype(inputs.x.dtype).itemsize, row_bytes)
     return MeanPoolingConfig(
-        block_size=tokens, block_dim=columns, num_warps=_WARPS, platform="triton"
+        block_tokens=tokens, block_dim=columns, num_warps=_WARPS, platform="triton"
     )
 
 

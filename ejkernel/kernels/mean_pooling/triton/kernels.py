@@ -5,13 +5,12 @@
 | `sum_padded` | the mean of a row where one program has all of its tokens, else sums of its parts |
 | `sum_packed` | the sums of the tokens that a sequence and a block of tokens have in common |
 | `combine` | means from such sums |
-| `spread`, `spread_packed` | the gradient |
+| `broadcast_gradient`, `broadcast_packed_gradient` | the gradient |
 
-Sums of parts are in float32 and are added in a fixed order. A kernel is given another array for one
-that it does not read: an array of its own would cost a kernel that writes it.
+Sums of parts are in float32 and are added in a fixed order. Unused operands reuse an existing
+array; a placeholder would need another kernel.
 """
 
-# Triton evaluates the annotations of device functions; importing this file must not need Triton.
 from __future__ import annotations
 
 import dataclasses
@@ -155,7 +154,7 @@ def combine(
     return out
 
 
-def spread(
+def broadcast_gradient(
     d_out: jax.Array, mask: jax.Array | None, tokens: int, tiles: TritonTileConfig, device: Device
 ) -> jax.Array:
     """The gradient of `x`, [b, s, d], from that of the means, [b, d]."""
@@ -163,7 +162,7 @@ def spread(
     static = _static(shape, 1, tiles, has_mask=mask is not None)
     unused = [d_out, d_out]
     (d_x,) = launch(
-        spread_kernel,
+        broadcast_gradient_kernel,
         [d_out, *(unused if mask is None else [mask, mask.sum(1, dtype=jnp.int32)])],
         [shape],
         static,
@@ -173,7 +172,7 @@ def spread(
     return d_x
 
 
-def spread_packed(
+def broadcast_packed_gradient(
     d_out: jax.Array, boundaries: jax.Array, tokens: int, tiles: TritonTileConfig, device: Device
 ) -> jax.Array:
     """The gradient of packed tokens, [b, s, d]; 0 for those outside of all sequences."""
@@ -182,7 +181,7 @@ def spread_packed(
     one = boundaries.shape[0] < rows
     static = _static(shape, sequences, tiles, has_boundaries=True, one_boundaries=one)
     (d_x,) = launch(
-        spread_packed_kernel,
+        broadcast_packed_gradient_kernel,
         [d_out, boundaries],
         [shape],
         static,
@@ -281,7 +280,7 @@ def combine_kernel(
 
 
 @triton_jit
-def spread_kernel(
+def broadcast_gradient_kernel(
     d_out: Pointer, mask: Pointer, counts: Pointer, d_x: Pointer, static: PoolingStatic
 ):
     """The gradient of a block of tokens, for a block of columns."""
@@ -297,7 +296,9 @@ def spread_kernel(
 
 
 @triton_jit
-def spread_packed_kernel(d_out: Pointer, boundaries: Pointer, d_x: Pointer, static: PoolingStatic):
+def broadcast_packed_gradient_kernel(
+    d_out: Pointer, boundaries: Pointer, d_x: Pointer, static: PoolingStatic
+):
     """The gradient of a block of tokens, sequence after sequence, for a block of columns."""
     row, block, column = _position(tl.program_id(0), static)
     if not static.one_boundaries:

@@ -4,7 +4,6 @@ No sum depends on the order in which programs run: the gradients of a block are 
 program for each part of its list, and the parts are then summed in the order of the list.
 """
 
-# Annotations stay text: Triton reads them, and it may not be installed.
 from __future__ import annotations
 
 from typing import Any, NamedTuple

@@ -4,7 +4,6 @@ One program computes the query heads of one key head for a tile of neighbouring 
 the union of their lists (https://arxiv.org/abs/2502.11089, section 3.4, has one token in a tile).
 """
 
-# Annotations stay text: Triton reads them, and it may not be installed.
 from __future__ import annotations
 
 from typing import Any

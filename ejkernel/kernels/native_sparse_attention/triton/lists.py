@@ -5,7 +5,6 @@ chosen is loaded once. The gradients of keys and values visit the inverse lists,
 gives: their order, and with it every sum, is the same in every run.
 """
 
-# Triton evaluates the annotations of device functions; importing this file must not need Triton.
 from __future__ import annotations
 
 import math

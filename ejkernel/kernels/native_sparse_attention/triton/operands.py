@@ -13,12 +13,11 @@ from jaxtyping import Array, Int
 
 from ejkernel.kernels.common.constants import LOG2_E
 from ejkernel.kernels.common.triton.bridge import matmul_precision, padded_size
-from ejkernel.kernels.common.triton.device_types import StaticArguments
+from ejkernel.kernels.common.triton.device_types import INT32_ELEMENTS, StaticArguments
 from ejkernel.kernels.native_sparse_attention import geometry
 from ejkernel.kernels.native_sparse_attention.inputs import Inputs, Spec
 from ejkernel.kernels.native_sparse_attention.triton.configs import SelectedTileConfig, group_width
 
-_INT32_ELEMENTS = 1 << 31
 _WORD = 32  # tokens whose membership one integer holds
 
 
@@ -41,7 +40,7 @@ class SelectedStaticArguments(StaticArguments):
     group_width: int  # query heads of a key head, padded to a power of two
     choices: int  # blocks in the list of a token
     block_size: int
-    numbers: int  # no block of a row has a number as high as this
+    numbers: int  # exclusive bound on block numbers
     sequences: int  # packed into a row; 0 where it is one
     tokens: int
     head_block: int  # a power of two
@@ -135,7 +134,7 @@ def static_arguments(
         tokens=config.tokens,
         head_block=config.head_block,
         block_k=config.block_k,
-        int64_offsets=length * heads * max(head_dim, value_dim) >= _INT32_ELEMENTS,
+        int64_offsets=length * heads * max(head_dim, value_dim) >= INT32_ELEMENTS,
         precision=matmul_precision(inputs.query.dtype),
         scale=spec.softmax_scale,
         exp2_scale=spec.softmax_scale * LOG2_E,

@@ -6,7 +6,6 @@ scores. The best so far are kept sorted in registers, so that no array has an en
 a token and a block.
 """
 
-# Annotations stay text: Triton reads them, and it may not be installed.
 from __future__ import annotations
 
 import dataclasses

@@ -3,7 +3,6 @@
 Every branch on `static` is decided when the kernel is compiled.
 """
 
-# Annotations stay text: Triton reads them, and it may not be installed.
 from __future__ import annotations
 
 from typing import Any

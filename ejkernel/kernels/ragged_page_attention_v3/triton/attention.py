@@ -11,7 +11,6 @@ from the lengths of the sequences. It counts in units: an item has a unit for ea
 units as its longest one, so that an item is found by a division.
 """
 
-# Annotations stay text: Triton reads them, and it may not be installed.
 from __future__ import annotations
 
 from typing import Any, NamedTuple

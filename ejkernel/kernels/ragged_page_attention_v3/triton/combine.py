@@ -1,6 +1,5 @@
 """The combine kernel of split-KV: merges the partial softmax of items that programs shared."""
 
-# Annotations stay text: Triton reads them, and it may not be installed.
 from __future__ import annotations
 
 from typing import Any

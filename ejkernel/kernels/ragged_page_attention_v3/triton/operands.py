@@ -24,7 +24,7 @@ from ejkernel import settings
 from ejkernel.kernels.common.constants import LOG2_E
 from ejkernel.kernels.common.paged import cache_axes
 from ejkernel.kernels.common.triton.bridge import matmul_precision, padded_size
-from ejkernel.kernels.common.triton.device_types import StaticArguments
+from ejkernel.kernels.common.triton.device_types import INT32_ELEMENTS, StaticArguments
 from ejkernel.kernels.ragged_page_attention_v3.inputs import Inputs, Spec
 from ejkernel.kernels.ragged_page_attention_v3.triton.configs import (
     PagedTileConfig,
@@ -34,7 +34,6 @@ from ejkernel.kernels.ragged_page_attention_v3.triton.configs import (
 )
 from ejkernel.ops.platform import Device
 
-INT32_ELEMENTS = 2**31  # offsets in larger arrays need 64 bits
 # Tiles that could be loaded while an item starts: about 2 us, in which a program loads 32 KiB.
 _ITEM_OVERHEAD = 1
 # PTX that converts four bytes to float16: the even ones ($0) and the odd ones ($1).

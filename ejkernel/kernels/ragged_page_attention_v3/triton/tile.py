@@ -1,6 +1,5 @@
 """Device functions for one tile of paged attention: loads, logits, online softmax, results."""
 
-# Annotations stay text: Triton reads them, and it may not be installed.
 from __future__ import annotations
 
 from typing import Any
