@@ -214,9 +214,9 @@ def _key_range(keys: Share, first: jax.Array | None, last: jax.Array | None) -> 
     """The keys from a first to a last position for each query."""
     rule: Rule = Everything()
     if first is not None:
-        rule = rule & Band(0, None, keys.count_below(first))
+        rule = rule & Band(0, None, keys.count_below(bounded(first)))
     if last is not None:
-        rule = rule & Band(None, 0, keys.count_below(last + 1) - 1)
+        rule = rule & Band(None, 0, keys.count_below(bounded(last) + 1) - 1)
     return rule
 
 
