@@ -99,6 +99,21 @@ def test_only_what_is_at_hand_counts():
     assert isinstance(known(Dense(jnp.ones((1, 1, 8, 8), bool))), Everything)
 
 
+def test_a_device_may_skip_hops_of_documents_that_are_not_known():
+    """A zig-zag causal mask alone needs every hop on every device; documents may not."""
+    hops = {}
+
+    def traced(ids):
+        for placement in PLACEMENTS:
+            rule = Segments(ids, ids) & CAUSAL
+            hops[placement] = needed_hops(rule, 128, 128, 8, placement)
+
+    jax.eval_shape(traced, jax.ShapeDtypeStruct((1, 128), jnp.int32))
+    assert [len(x) for x in hops.values()] == [8, 8, 8]
+    assert not any(hop.everyone for hop in (*hops["contiguous"], *hops["zigzag"]))
+    assert all(hop.everyone for hop in needed_hops(CAUSAL, 128, 128, 8, "zigzag"))
+
+
 def executed_permutes(compiled):
     """How many permutes a compiled program makes, those in loops as often as the loops run."""
     return [kind for kind, _ in executed(compiled)].count("collective-permute")
