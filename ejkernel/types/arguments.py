@@ -55,7 +55,9 @@ def to_int32(values: np.ndarray | jax.Array) -> Any:
         return values
     limits = jnp.iinfo(values.dtype)
     if limits.max > _INT32.max:
-        values = values.clip(max(int(limits.min), int(_INT32.min)), int(_INT32.max))
+        clipped = values.clip(max(int(limits.min), int(_INT32.min)), int(_INT32.max))
+        # NumPy makes scalars of arrays without axes.
+        values = clipped if isinstance(clipped, jax.Array) else np.asarray(clipped)
     return values.astype(np.int32)
 
 
