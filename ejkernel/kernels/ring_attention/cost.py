@@ -65,7 +65,7 @@ class Rates(NamedTuple):
     latency: float
 
 
-# Published rates in 16 bits and of links; half of the former is what attention reaches.
+# Published rates in 16 bits and of links.
 _RATES = {
     "TPU v4": Rates(275e12, 50e9, 2, True, 1e-6),
     "TPU v5 lite": Rates(197e12, 50e9, 2, True, 1e-6),
@@ -79,8 +79,8 @@ _RATES = {
     "B200": Rates(2250e12, 900e9, 1, False, 5e-6),
 }
 _HOST = Rates(0.2e12, 10e9, 1, False, 20e-6)
-_EFFICIENCY = 0.5
-_BACKWARD = 2.5  # times the matmuls of the forward pass
+EFFICIENCY = 0.5  # of the published peak, which attention reaches
+BACKWARD = 2.5  # times the matmuls of the forward pass
 _PREFERENCE = 0.95  # a form without hops must be so much faster than the ring
 
 
@@ -120,11 +120,11 @@ def seconds(sizes: Sizes, rates: Rates) -> dict[Form, float]:
     n, sends = sizes.shards, sizes.hops - 1
     sent = bytes_sent(sizes)
     pairs = sizes.batch * sizes.heads * sizes.queries * sizes.keys
-    hop = 2 * pairs * sizes.head_dim / (rates.flops * _EFFICIENCY)  # nothing hidden
+    hop = 2 * pairs * sizes.head_dim / (rates.flops * EFFICIENCY)  # nothing hidden
     mean = hop * sizes.hops * (0.5 if sizes.causal and sizes.hops == n else 1.0)
     slowest = mean if sizes.balanced else hop * sizes.hops
     of_hop = slowest / sizes.hops
-    both = 1 + _BACKWARD
+    both = 1 + BACKWARD
 
     steps = (n - 1) / rates.links if rates.torus else 1
     # A ring sends one way; a gather sends both ways round.
@@ -132,7 +132,7 @@ def seconds(sizes: Sizes, rates: Rates) -> dict[Form, float]:
     forward, backward = (wait(count) for count in sent["ring"])
     times: dict[Form, float] = {
         "ring": slowest / sizes.hops * both
-        + sends * (max(of_hop, forward) + max(of_hop * _BACKWARD, backward)),
+        + sends * (max(of_hop, forward) + max(of_hop * BACKWARD, backward)),
         "all_gather": slowest * both
         + sum(sent["all_gather"]) / (rates.link * rates.links)
         + 3 * steps * rates.latency,
