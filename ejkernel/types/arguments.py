@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ ArrayValues = ArrayLike | Sequence[Any]
 SlidingWindow = ArrayLike | tuple[ArrayLike, ArrayLike] | list[Any]
 
 _INT32 = np.iinfo(np.int32)
+_Integers = TypeVar("_Integers", np.ndarray, jax.Array)
 
 
 def concrete(value: object) -> bool:
@@ -49,16 +50,16 @@ def static_integer(where: str, value: ArrayValues, least: int) -> int:
     return number
 
 
-def to_int32(values: np.ndarray | jax.Array) -> Any:
+def to_int32(values: _Integers) -> _Integers:
     """An array of integers as int32, values beyond its range as its ends; others as they are."""
     if values.dtype == jnp.int32 or not jnp.issubdtype(values.dtype, jnp.integer):
         return values
-    limits = jnp.iinfo(values.dtype)
+    limits, inside = jnp.iinfo(values.dtype), values
     if limits.max > _INT32.max:
-        clipped = values.clip(max(int(limits.min), int(_INT32.min)), int(_INT32.max))
+        clipped: Any = values.clip(max(int(limits.min), int(_INT32.min)), int(_INT32.max))
         # NumPy makes scalars of arrays without axes.
-        values = clipped if isinstance(clipped, jax.Array) else np.asarray(clipped)
-    return values.astype(np.int32)
+        inside = clipped if isinstance(clipped, jax.Array) else np.asarray(clipped)
+    return inside.astype(jnp.int32)
 
 
 def host_integers(values: object) -> np.ndarray | None:

@@ -12,7 +12,7 @@ from ejkernel.kernels.ring_attention.hops import balance, known, needed_hops, ti
 from ejkernel.modules import flash_attention, ring_attention
 from ejkernel.parallel import permute_sequence, restore_sequence
 from ejkernel.types import MaskInfo
-from ejkernel.types.placement import PLACEMENTS, Share
+from ejkernel.types.placement import PLACEMENTS, ShardPositions
 from ejkernel.types.rules import Band, Chunks, Dense, Everything, Segments
 
 CAUSAL = Band(None, 0)
@@ -46,7 +46,9 @@ def test_tiles_are_those_in_which_a_pair_is_allowed(placement):
     rule, length, shards = CAUSAL & Band(-37, 0), 96, 4
     tiles = tiles_per_hop(rule, length, length, shards, placement, 8, 6)
     dense = np.asarray(rule.dense(length, length))[0]
-    held = [np.asarray(Share.of(i, shards, placement, 24).positions()) for i in range(shards)]
+    held = [
+        np.asarray(ShardPositions.of(i, shards, placement, 24).positions()) for i in range(shards)
+    ]
     for hop in range(shards):
         for i in range(shards):
             part = dense[held[i]][:, held[(i - hop) % shards]]

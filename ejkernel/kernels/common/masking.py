@@ -227,4 +227,4 @@ def _segments(
 def _shifted(q_ids: jax.Array, positions: jax.Array | None, shift: jax.Array) -> jax.Array:
     if positions is None:
         positions = jnp.arange(q_ids.shape[-1], dtype=jnp.int32)
-    return positions + bounded(shift)[jnp.maximum(q_ids, 0)]
+    return positions + jnp.asarray(bounded(shift))[jnp.maximum(q_ids, 0)]

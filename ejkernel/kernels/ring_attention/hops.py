@@ -13,7 +13,7 @@ import numpy as np
 
 from ejkernel.kernels.flash_attention.static_arrays import evaluate
 from ejkernel.kernels.ring_attention.inputs import Hop
-from ejkernel.types.placement import Placement, Share, placed_rule
+from ejkernel.types.placement import Placement, ShardPositions, placed_rule
 from ejkernel.types.rules import And, Dense, Everything, Or, Rule
 from ejkernel.xla_utils.concrete import concrete_value
 
@@ -76,7 +76,7 @@ def tiles_per_hop(
     q_size, kv_size = q_len // shards, kv_len // shards
 
     def tiles(rule: Rule, i: jax.Array, j: jax.Array) -> jax.Array:
-        of = lambda shard, size: Share.of(shard, shards, placement, size)
+        of = lambda shard, size: ShardPositions.of(shard, shards, placement, size)
         placed = placed_rule(rule, of(i, q_size), of(j, kv_size))
         some, _ = placed.blocks(q_size, kv_size, block_q, block_k)
         return some.sum(dtype=jnp.int32)
