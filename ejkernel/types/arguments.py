@@ -54,11 +54,12 @@ def to_int32(values: _Integers) -> _Integers:
     """An array of integers as int32, values beyond its range as its ends; others as they are."""
     if values.dtype == jnp.int32 or not jnp.issubdtype(values.dtype, jnp.integer):
         return values
-    limits, inside = jnp.iinfo(values.dtype), values
+    inside: Any = values
+    limits = jnp.iinfo(values.dtype)
     if limits.max > _INT32.max:
-        clipped: Any = values.clip(max(int(limits.min), int(_INT32.min)), int(_INT32.max))
-        # NumPy makes scalars of arrays without axes.
-        inside = clipped if isinstance(clipped, jax.Array) else np.asarray(clipped)
+        inside = values.clip(max(int(limits.min), int(_INT32.min)), int(_INT32.max))
+        if isinstance(values, np.ndarray):
+            inside = np.asarray(inside)  # of an array without axes NumPy makes a scalar
     return inside.astype(jnp.int32)
 
 
