@@ -79,7 +79,7 @@ _RATES = {
     "B200": Rates(2250e12, 900e9, 1, False, 5e-6),
 }
 _HOST = Rates(0.2e12, 10e9, 1, False, 20e-6)
-EFFICIENCY = 0.5  # of the published peak, which attention reaches
+EFFICIENCY = 0.5  # of the published rate, which attention reaches
 BACKWARD = 2.5  # times the matmuls of the forward pass
 _PREFERENCE = 0.95  # a method without hops must be so much faster than the ring
 
