@@ -19,39 +19,40 @@ class Chip:
     """A chip and the network around it; rates are per chip and per second.
 
     Attributes:
-        flops: bfloat16, dense, the published peak.
-        link: bytes to one neighbour, one way.
-        links: bytes over all fast links together, one way.
+        kind: the name of the device for the cost model, which has its rates.
+        all_links: bytes over all fast links together, one way.
         island: how many chips the fast links connect.
         between: bytes over the network between islands, one way.
         memory: bytes.
-        torus: whether a message to a chip far away crosses the links of those between.
-        kind: the name of the device for the cost model.
     """
 
     name: str
     kind: str
-    flops: float
-    link: float
-    links: float
+    all_links: float
     island: int
     between: float
     memory: float
-    torus: bool
     sources: str
+
+    @property
+    def device(self) -> Device:
+        """The chip as the cost model knows it."""
+        return Device("gpu" if "NVIDIA" in self.kind else "tpu", self.kind, None, self.kind)
+
+    @property
+    def rates(self) -> cost.Rates:
+        """The rates of the chip and of its link to one neighbour."""
+        return cost.rates_of(self.device)
 
 
 CHIPS = (
     Chip(
         name="TPU v5p",
         kind="TPU v5",
-        flops=459e12,
-        link=100e9,
-        links=600e9,
+        all_links=600e9,
         island=6144,
         between=6.25e9,
         memory=95e9,
-        torus=True,
         sources="[Cloud TPU v5p](https://cloud.google.com/tpu/docs/v5p): 459 TFLOP/s, 95 GB, "
         "interconnect of 1200 GB/s in both directions together over 6 links of a 3D torus, "
         "largest job 6144 chips, data center network of 50 Gb/s per chip",
@@ -59,13 +60,10 @@ CHIPS = (
     Chip(
         name="TPU v6e",
         kind="TPU v6 lite",
-        flops=918e12,
-        link=100e9,
-        links=400e9,
+        all_links=400e9,
         island=256,
         between=12.5e9,
         memory=32e9,
-        torus=True,
         sources="[Cloud TPU v6e](https://cloud.google.com/tpu/docs/v6e): 918 TFLOP/s, 32 GB, "
         "interconnect of 800 GB/s in both directions together over 4 links of a 2D torus, "
         "pods of 256 chips, data center network of 25.6 Tb/s per pod",
@@ -73,13 +71,10 @@ CHIPS = (
     Chip(
         name="H100, H200",
         kind="NVIDIA H100",
-        flops=989e12,
-        link=450e9,
-        links=450e9,
+        all_links=450e9,
         island=8,
         between=50e9,
         memory=80e9,
-        torus=False,
         sources="NVIDIA's data sheets, "
         "[H100](https://www.nvidia.com/en-us/data-center/h100/) and "
         "[H200](https://www.nvidia.com/en-us/data-center/h200/): 1979 TFLOP/s with "
@@ -104,8 +99,7 @@ MODEL = Model()
 COUNTS = (1024, 16384)
 CONTEXTS = {"1M": 2**20, "10M": 10 * 2**20}
 WINDOW = 4096
-BOTH = 3.5  # forward and backward, over the matmuls of a forward pass
-EFFICIENCY = 0.5  # of the published peak, which attention reaches in the cost model
+BOTH = 1 + cost.BACKWARD  # forward and backward, over the matmuls of a forward pass
 
 
 class Cost(NamedTuple):
@@ -154,7 +148,9 @@ def all_gather(chip: Chip, chips: int, tokens: int) -> Cost | None:
         return None
     sent = sum(cost.bytes_sent(sizes)["all_gather"])
     outside = max(0, chips - chip.island) / chips
-    communicate = max(sent / chip.links, sent * outside / (chip.between * min(chip.island, chips)))
+    communicate = max(
+        sent / chip.all_links, sent * outside / (chip.between * min(chip.island, chips))
+    )
     compute = _even(chip, sizes)
     return Cost(compute, communicate, compute + communicate, compute)
 
@@ -164,8 +160,8 @@ def head_exchange(chip: Chip, chips: int, tokens: int) -> Cost:
     group = MODEL.kv_heads
     here = _sizes(group, tokens // (chips // group), balanced=True)
     sent = sum(cost.bytes_sent(here)["all_to_all"])
-    distance = max(group / 4, 1) if chip.torus else 1
-    exchange = sent * distance / (chip.link * (2 if chip.torus else 1))
+    distance = max(group / 4, 1) if chip.rates.torus else 1
+    exchange = sent * distance / (chip.rates.link * chip.rates.links)
     sizes = _sizes(chips // group, tokens, balanced=True)._replace(
         heads=MODEL.heads // group, kv_heads=1
     )
@@ -200,22 +196,14 @@ def _sizes(shards: int, tokens: int, balanced: bool) -> cost.Sizes:
 
 def _hop_link(chip: Chip, chips: int) -> float:
     """What limits a hop: a ring that leaves an island waits for the network in every hop."""
-    return chip.link if chips <= chip.island else chip.between
-
-
-def _latency(chip: Chip) -> float:
-    return cost.rates_of(_device(chip)).latency
-
-
-def _device(chip: Chip) -> Device:
-    return Device("tpu" if chip.torus else "gpu", chip.kind, None, chip.kind)
+    return chip.rates.link if chips <= chip.island else chip.between
 
 
 def _even(chip: Chip, sizes: cost.Sizes, pairs: float | None = None) -> float:
     """Forward and backward of a chip that has its part of the visible pairs."""
     if pairs is None:
         pairs = sizes.queries * sizes.keys * sizes.hops / 2
-    return BOTH * 2 * pairs * sizes.heads * sizes.head_dim / (chip.flops * EFFICIENCY)
+    return BOTH * 2 * pairs * sizes.heads * sizes.head_dim / (chip.rates.flops * cost.EFFICIENCY)
 
 
 def _ring(chip: Chip, sizes: cost.Sizes, link: float, pairs: float | None = None) -> Cost:
@@ -224,7 +212,7 @@ def _ring(chip: Chip, sizes: cost.Sizes, link: float, pairs: float | None = None
     compute = ideal if sizes.balanced else 2 * ideal  # the last chip has something in every hop
     sends = sizes.hops - 1
     forward, backward = cost.bytes_sent(sizes)["ring"]
-    wait = [count / link + sends * _latency(chip) for count in (forward, backward)]
+    wait = [count / link + sends * chip.rates.latency for count in (forward, backward)]
     of_hop = [compute / sizes.hops / BOTH, compute / sizes.hops * (1 - 1 / BOTH)]
     total = compute / sizes.hops + sum(
         max(sends * work, sent) for work, sent in zip(of_hop, wait, strict=True)
@@ -241,7 +229,7 @@ def scenarios() -> Iterator[tuple[int, str, int]]:
 
 def choice(chip: Chip, sizes: cost.Sizes) -> str:
     """What `method="auto"` takes."""
-    return cost.cheapest(sizes, _device(chip))
+    return cost.cheapest(sizes, chip.device)
 
 
 # What the page shows.
@@ -299,9 +287,9 @@ def rates() -> str:
     rows = [
         [
             chip.name,
-            f"{chip.flops / 1e12:.0f} TFLOP/s",
-            f"{chip.link / 1e9:.0f} GB/s",
-            f"{chip.links / 1e9:.0f} GB/s",
+            f"{chip.rates.flops / 1e12:.0f} TFLOP/s",
+            f"{chip.rates.link / 1e9:.0f} GB/s",
+            f"{chip.all_links / 1e9:.0f} GB/s",
             f"{chip.island:,}",
             f"{chip.between / 1e9:g} GB/s",
             chip.sources,

@@ -18,7 +18,7 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int, Shaped
 
-from ejkernel.kernels.common.arguments import as_array
+from ejkernel.kernels.common.arguments import as_array, integer_array
 from ejkernel.ops.meshes import bound_axis_size, vary_as
 from ejkernel.ops.platform import device_of
 
@@ -349,7 +349,7 @@ def _pick(rows: jax.Array, index: jax.Array) -> jax.Array:
 
 def _arrays(rows: ArrayLike, group_ids: ArrayLike) -> tuple[jax.Array, jax.Array]:
     rows = as_array("dispatch", "rows", rows)
-    ids = as_array("dispatch", "group_ids", group_ids)
+    ids = integer_array("dispatch", "group_ids", group_ids)
     if ids.ndim != 1 or not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(
             f"dispatch: group_ids must be integers [rows], got {ids.dtype}{list(ids.shape)}."

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ejkernel.types.placement import PLACEMENTS, Placement, grain, place, restore
+from ejkernel.types.placement import PLACEMENTS, Placement, length_multiple, place, restore
 
 
 def permute_sequence(
@@ -92,9 +92,9 @@ def _checked(name: str, x: Any, shards: Any, placement: Any, axis: Any) -> tuple
     if not -array.ndim <= axis < array.ndim:
         raise ValueError(f"{name}: axis {axis} is not an axis of an array of shape {array.shape}.")
     axis %= array.ndim
-    if array.shape[axis] % grain(count, placement):
+    if array.shape[axis] % length_multiple(count, placement):
         raise ValueError(
             f"{name}: with placement={placement!r} and {count} shards the length must be a "
-            f"multiple of {grain(count, placement)}, got {array.shape[axis]}."
+            f"multiple of {length_multiple(count, placement)}, got {array.shape[axis]}."
         )
     return array, axis

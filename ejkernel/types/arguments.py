@@ -2,13 +2,15 @@
 
 import operator
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
+
+from ejkernel.types.rule_arrays import bounded
 
 # What `jax.numpy.asarray` takes: an array, a number, or nested lists of them.
 ArrayValues = ArrayLike | Sequence[Any]
@@ -17,8 +19,8 @@ ArrayValues = ArrayLike | Sequence[Any]
 # traced; a pair may also be one array of two integers.
 SlidingWindow = ArrayLike | tuple[ArrayLike, ArrayLike] | list[Any]
 
-# No window is wider than this, and sums with an index do not overflow int32.
-_WIDEST = 2**30
+_INT32 = np.iinfo(np.int32)
+_Integers = TypeVar("_Integers", np.ndarray, jax.Array)
 
 
 def concrete(value: object) -> bool:
@@ -48,19 +50,42 @@ def static_integer(where: str, value: ArrayValues, least: int) -> int:
     return number
 
 
+def to_int32(values: _Integers) -> _Integers:
+    """An array of integers as int32, values beyond its range as its ends; others as they are."""
+    if values.dtype == jnp.int32 or not jnp.issubdtype(values.dtype, jnp.integer):
+        return values
+    inside: Any = values
+    limits = jnp.iinfo(values.dtype)
+    if limits.max > _INT32.max:
+        inside = values.clip(max(int(limits.min), int(_INT32.min)), int(_INT32.max))
+        if isinstance(values, np.ndarray):
+            inside = np.asarray(inside)  # of an array without axes NumPy makes a scalar
+    return inside.astype(jnp.int32)
+
+
+def host_integers(values: object) -> np.ndarray | None:
+    """What is an array of integers, or lists of them, and not yet JAX's, in its own dtype."""
+    if isinstance(values, jax.Array):
+        return None
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError):  # a list of tracers, or ragged
+        return None
+    return array if array.dtype.kind in "iu" else None
+
+
 def int_or_traced(value: object) -> int | jax.Array | None:
     """One integer: an int where it is known, an int32 array of rank 0 where it is traced.
 
-    None for whatever is not one integer. An array that other processes hold counts as traced.
+    Both are clipped by `bounded`. None for whatever is not one integer. An array that other
+    processes hold counts as traced.
     """
     if isinstance(value, jax.Array) and not (concrete(value) and value.is_fully_addressable):
         if value.ndim or not jnp.issubdtype(value.dtype, jnp.integer):
             return None
-        if value.dtype.itemsize >= 4:
-            value = jnp.minimum(value, jnp.asarray(_WIDEST, value.dtype))
-        return value.astype(jnp.int32)
+        return jnp.asarray(bounded(to_int32(value)))
     try:
-        return operator.index(value)  # pyright: ignore[reportArgumentType]
+        return int(bounded(operator.index(value)))  # pyright: ignore[reportArgumentType]
     except TypeError:
         return None
 
@@ -112,14 +137,20 @@ def boolean(where: str, mask: ArrayValues, otherwise: str = "") -> jax.Array:
 
 
 def integers(where: str, values: ArrayValues, rank: int) -> jax.Array:
-    """An int32 array of a given rank."""
-    array = jnp.asarray(values)
+    """An int32 array of a given rank; what is known to be out of its range is refused."""
+    host = host_integers(values)
+    array = jnp.asarray(values if host is None else to_int32(host))
+    known = host_values(array) if host is None and array.dtype.itemsize >= 4 else host
+    if known is not None and known.dtype != np.int32 and known.dtype.kind in "iu":
+        wrong = known[(known > _INT32.max) | (known < _INT32.min)]
+        if wrong.size:
+            raise ValueError(f"{where} must fit in int32, got {wrong.flat[0]}.")
     if array.ndim != rank or not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(
             f"{where} must be an array of integers of rank {rank}, "
             f"got {array.dtype} of shape {array.shape}."
         )
-    return array.astype(jnp.int32)
+    return to_int32(array)
 
 
 def numbers(where: str, value: ArrayValues, batch: int | None) -> int | jax.Array:
@@ -132,14 +163,16 @@ def numbers(where: str, value: ArrayValues, batch: int | None) -> int | jax.Arra
 
     Returns:
         A static int for what is known at trace time; an array `[b]`, or `[]` without a batch axis.
-        Where the mask has a batch of 1, `b` is the length that was given.
+        Where the mask has a batch of 1, `b` is the length that was given. Numbers beyond any
+        length are clipped by `bounded`.
     """
     if isinstance(value, int | np.integer) and not isinstance(value, bool):
-        return int(value)
-    array = jnp.asarray(value)
+        return int(bounded(int(value)))
+    host = host_integers(value)
+    array = jnp.asarray(value if host is None else to_int32(host))
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(f"{where} must be an integer or an array of integers, got {value!r}.")
-    array = array.astype(jnp.int32)
+    array = jnp.asarray(bounded(to_int32(array)))
     if batch is None:
         if array.ndim != 0:
             raise ValueError(f"{where} must be one number per row, got shape {array.shape}.")

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ejkernel.types.arguments import ArrayValues, boolean
+from ejkernel.types.arguments import ArrayValues, boolean, to_int32
 from ejkernel.types.rules import Segments
 
 KEY_PADDING_POSITION = 2**31 - 1
@@ -138,7 +138,7 @@ def cu_seqlens_to_mask(
     >>> cu_seqlens_to_mask(jnp.array([0, 2, 1, 3]), 3, int).tolist()
     [[1, 1, 0], [0, 1, 1]]
     """
-    cu_seqlens = jnp.asarray(cu_seqlens)
+    cu_seqlens = to_int32(jnp.asarray(cu_seqlens))
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] % 2:
         raise ValueError(
             "cu_seqlens_to_mask: cu_seqlens must be start and end pairs, one array of even length, "

@@ -39,7 +39,7 @@ PLACEMENTS: Final[tuple[Placement, ...]] = get_args(Placement)
 _Array = TypeVar("_Array", jax.Array, np.ndarray)
 
 
-def grain(shards: int, placement: Placement) -> int:
+def length_multiple(shards: int, placement: Placement) -> int:
     """What the length of a sequence must be a multiple of."""
     return 2 * shards if placement == "zigzag" else shards
 
@@ -77,7 +77,7 @@ def restore(x: _Array, shards: int, placement: Placement, axis: int) -> _Array:
     return restored.reshape(x.shape)
 
 
-class Share(NamedTuple):
+class ShardPositions(NamedTuple):
     """The positions of the tokens that one shard holds, in ascending order.
 
     Attributes:
@@ -91,7 +91,7 @@ class Share(NamedTuple):
     stride: int = 1
 
     @classmethod
-    def of(cls, shard: Index, shards: int, placement: Placement, size: int) -> "Share":
+    def of(cls, shard: Index, shards: int, placement: Placement, size: int) -> "ShardPositions":
         """The share of `size` tokens that a shard holds."""
         if placement == "striped":
             return cls((shard,), size, shards)
@@ -153,7 +153,7 @@ def _added(x: jax.Array, part: jax.Array, start: Index, axis: int) -> jax.Array:
     return lax.dynamic_update_slice_in_dim(x, part, start, axis)
 
 
-def placed_rule(rule: Rule, queries: Share, keys: Share) -> Rule:
+def placed_rule(rule: Rule, queries: ShardPositions, keys: ShardPositions) -> Rule:
     """A rule of the whole sequence for the queries and keys of two shares.
 
     Args:
@@ -164,7 +164,7 @@ def placed_rule(rule: Rule, queries: Share, keys: Share) -> Rule:
     Returns:
         The rule by indices into the shares.
 
-    >>> query, key = (Share.of(shard, 2, "striped", 2) for shard in (0, 1))
+    >>> query, key = (ShardPositions.of(shard, 2, "striped", 2) for shard in (0, 1))
     >>> placed_rule(Band(None, 0), query, key).dense(2, 2)[0].astype(int).tolist()
     [[0, 0], [1, 0]]
     """
@@ -205,22 +205,22 @@ def _along(number: Index) -> Any:
     return number[..., None] if isinstance(number, jax.Array) else number
 
 
-def _count_below(share: Share, length: Index) -> Any:
+def _count_below(share: ShardPositions, length: Index) -> Any:
     count = share.count_below(bounded(length))
     return count if isinstance(count, jax.Array) else int(count)
 
 
-def _key_range(keys: Share, first: jax.Array | None, last: jax.Array | None) -> Rule:
+def _key_range(keys: ShardPositions, first: jax.Array | None, last: jax.Array | None) -> Rule:
     """The keys from a first to a last position for each query."""
     rule: Rule = Everything()
     if first is not None:
-        rule = rule & Band(0, None, keys.count_below(first))
+        rule = rule & Band(0, None, keys.count_below(bounded(first)))
     if last is not None:
-        rule = rule & Band(None, 0, keys.count_below(last + 1) - 1)
+        rule = rule & Band(None, 0, keys.count_below(bounded(last) + 1) - 1)
     return rule
 
 
-def _placed_band(rule: Band, queries: Share, keys: Share) -> Rule:
+def _placed_band(rule: Band, queries: ShardPositions, keys: ShardPositions) -> Rule:
     at = queries.positions()
     if rule.q_positions is not None:
         at = bounded(queries.take(rule.q_positions, -1).astype(jnp.int32))

@@ -19,8 +19,8 @@ Start = int | jax.Array
 # What stands beyond the end of an array.
 Fill = bool | int | np.integer
 
-# Bounds beyond any length: far from overflowing int32 when an index is added to them.
-LARGE = 2**30
+# A bound beyond any length. The sum of two such bounds, or of one and an index, fits in int32.
+LARGE = 2**30 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,12 +49,12 @@ def per_row(number: Index) -> Index:
 
 
 def shift(number: Index | None, by: Index) -> Index | None:
-    """`number + by`, static where both are; None, an open bound, stays None."""
-    return None if number is None else number + by
+    """`bounded(number) + by`, static where both are; None, an open bound, stays None."""
+    return None if number is None else bounded(number) + by
 
 
 def bounded(number: Index) -> Index:
-    """`number` kept away from the ends of int32, so that adding an index cannot overflow."""
+    """`number` clipped to +-`LARGE`, so that adding an index cannot overflow int32."""
     if is_array(number):
         return jnp.clip(number, -LARGE, LARGE)
     return max(-LARGE, min(LARGE, number))

@@ -10,6 +10,14 @@ from ejkernel.types.rule import Offset, Rule
 from ejkernel.types.rule_arrays import Grid, Index, Start, bounded, cut, per_row, shift, take
 
 
+def _bound_numbers(rule: Rule, *names: str) -> None:
+    """Clip the static numbers of a new rule: kernels compute with them in int32."""
+    for name in names:
+        value = getattr(rule, name)
+        if isinstance(value, int):
+            object.__setattr__(rule, name, bounded(value))
+
+
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Band(Rule):
     """`low <= k - p(q) <= high`, with `p(q)` the query's position, its index by default.
@@ -21,6 +29,9 @@ class Band(Rule):
     low: int | Int[Array, "#b"] | Int[Array, ""] | None = None
     high: int | Int[Array, "#b"] | Int[Array, ""] | None = None
     q_positions: Int[Array, "#b t"] | Int[Array, "t"] | None = None
+
+    def __post_init__(self) -> None:
+        _bound_numbers(self, "low", "high")
 
     def sliced(self, q_start: Start, q_len: int, k_start: Start, k_len: int) -> Rule:
         if self.q_positions is None:
@@ -88,6 +99,9 @@ class Chunks(Offset):
     q_start: int | Int[Array, "#b"] | Int[Array, ""] = 0
     k_start: int | Int[Array, "#b"] | Int[Array, ""] = 0
 
+    def __post_init__(self) -> None:
+        _bound_numbers(self, "size")
+
     def allowed(self, q_len: int, kv_len: int) -> jax.Array:
         query = jnp.arange(q_len, dtype=jnp.int32)[None, :, None]
         key = jnp.arange(kv_len, dtype=jnp.int32)[None, None, :]
@@ -120,6 +134,9 @@ class _Length(Rule):
 
     length: int | jax.Array
 
+    def __post_init__(self) -> None:
+        _bound_numbers(self, "length")
+
     @property
     def contiguous(self) -> bool:
         return True
@@ -139,7 +156,7 @@ class KeyLength(_Length):
     length: int | Int[Array, "#b"] | Int[Array, ""]
 
     def sliced(self, q_start: Start, q_len: int, k_start: Start, k_len: int) -> Rule:
-        return self._changed(length=self.length - k_start)
+        return self._changed(length=shift(self.length, -k_start))
 
     def allowed(self, q_len: int, kv_len: int) -> jax.Array:
         return jnp.arange(kv_len, dtype=jnp.int32)[None, None, :] < per_row(bounded(self.length))
@@ -157,7 +174,7 @@ class QueryLength(_Length):
     length: int | Int[Array, "#b"] | Int[Array, ""]
 
     def sliced(self, q_start: Start, q_len: int, k_start: Start, k_len: int) -> Rule:
-        return self._changed(length=self.length - q_start)
+        return self._changed(length=shift(self.length, -q_start))
 
     def allowed(self, q_len: int, kv_len: int) -> jax.Array:
         return jnp.arange(q_len, dtype=jnp.int32)[None, :, None] < per_row(bounded(self.length))

@@ -12,7 +12,7 @@ from ejkernel.kernels.ring_attention.hops import balance, known, needed_hops, ti
 from ejkernel.modules import flash_attention, ring_attention
 from ejkernel.parallel import permute_sequence, restore_sequence
 from ejkernel.types import MaskInfo
-from ejkernel.types.placement import PLACEMENTS, Share
+from ejkernel.types.placement import PLACEMENTS, ShardPositions
 from ejkernel.types.rules import Band, Chunks, Dense, Everything, Segments
 
 CAUSAL = Band(None, 0)
@@ -46,7 +46,9 @@ def test_tiles_are_those_in_which_a_pair_is_allowed(placement):
     rule, length, shards = CAUSAL & Band(-37, 0), 96, 4
     tiles = tiles_per_hop(rule, length, length, shards, placement, 8, 6)
     dense = np.asarray(rule.dense(length, length))[0]
-    held = [np.asarray(Share.of(i, shards, placement, 24).positions()) for i in range(shards)]
+    held = [
+        np.asarray(ShardPositions.of(i, shards, placement, 24).positions()) for i in range(shards)
+    ]
     for hop in range(shards):
         for i in range(shards):
             part = dense[held[i]][:, held[(i - hop) % shards]]
@@ -97,6 +99,21 @@ def test_only_what_is_at_hand_counts():
     assert isinstance(seen[1], Everything)
     assert "Segments" in repr(known(Segments(ids, ids) & window))
     assert isinstance(known(Dense(jnp.ones((1, 1, 8, 8), bool))), Everything)
+
+
+def test_a_device_may_skip_hops_of_documents_that_are_not_known():
+    """A zig-zag causal mask alone needs every hop on every device; documents may not."""
+    hops = {}
+
+    def traced(ids):
+        for placement in PLACEMENTS:
+            rule = Segments(ids, ids) & CAUSAL
+            hops[placement] = needed_hops(rule, 128, 128, 8, placement)
+
+    jax.eval_shape(traced, jax.ShapeDtypeStruct((1, 128), jnp.int32))
+    assert [len(x) for x in hops.values()] == [8, 8, 8]
+    assert not any(hop.everyone for hop in (*hops["contiguous"], *hops["zigzag"]))
+    assert all(hop.everyone for hop in needed_hops(CAUSAL, 128, 128, 8, "zigzag"))
 
 
 def executed_permutes(compiled):

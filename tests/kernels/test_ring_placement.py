@@ -163,5 +163,5 @@ def test_a_mistake_is_named(arguments, message):
 
 def test_a_length_that_zigzag_cannot_halve_is_refused():
     q, k, v = (x[:, :24] for x in arrays())
-    with pytest.raises(ValueError, match=r"24 keys do not divide .* in the 16 parts of placement"):
+    with pytest.raises(ValueError, match="must be multiples of 16, got 24 and 24"):
         ring_attention(q, k, v, axis_name="sp", mesh=RING, placement="zigzag")

@@ -279,6 +279,24 @@ def test_the_collectives_do_not_grow_with_the_sequence():
     ]
 
 
+def test_the_collectives_of_packed_sequences():
+    """One more each way than without: the final state of each sequence and its gradient."""
+    states = (len(ENDS) - 1) * KV_HEADS * ROWS * COLUMNS
+    of_a_shard = KV_HEADS * (ROWS * COLUMNS + ROWS + COLUMNS)  # `gate` and `gv`
+    for length in (32, 128):
+        run, used = call_of("packed", length=length)
+        split = functools.partial(run, axis_name="sp", mesh=mesh_of(8))
+        forward = [("all-gather", 8 * of_a_shard), ("all-reduce", states)]
+        assert exchanged(split, used) == forward
+        loss = lambda used, split=split: sum((x**2).sum() for x in split(used))
+        assert exchanged(jax.grad(loss), used) == [
+            *forward,
+            ("all-reduce", states),  # the gradient of the final states
+            ("all-reduce", states),  # the gradient of the initial states, which all devices have
+            ("reduce-scatter", of_a_shard),
+        ]
+
+
 @pytest.mark.usefixtures("as_a_user_calls")
 @pytest.mark.parametrize(
     ("function", "options", "message"),

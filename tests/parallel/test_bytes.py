@@ -22,6 +22,7 @@ from ejkernel.modules import (
     page_attention,
     ring_attention,
 )
+from ejkernel.parallel import combine, dispatch
 
 if len(jax.devices()) < 8:
     pytest.skip("eight devices are needed", allow_module_level=True)
@@ -97,11 +98,16 @@ CALLS = {
 }
 
 
-def stated(row, column, sizes):
-    """The sum of the formulas in a cell of the table."""
+def formulas(row, column, sizes):
+    """The values of the formulas in a cell of the table."""
     (line,) = (x for x in PAGE.read_text().splitlines() if x.startswith("|") and row in x)
     cell = line.strip("|").split("|")[column]
-    return sum(eval(formula, {}, sizes) for formula in re.findall(r"`(.*?)`", cell))
+    return [eval(formula, {}, sizes) for formula in re.findall(r"`(.*?)`", cell)]
+
+
+def stated(row, column, sizes):
+    """The sum of the formulas in a cell of the table."""
+    return sum(formulas(row, column, sizes))
 
 
 def forward_pass(run, *arrays):
@@ -129,3 +135,24 @@ def test_decode_over_pages_sends_the_bytes_of_the_page():
     pages = [jax.ShapeDtypeStruct((64, 4, SIZES["k"], SIZES[x]), DTYPE) for x in "hv"]
     run = forward_pass(paged, shape("bnh"), *pages)
     assert bytes_sent(run, 8) == stated("pages of a cache", 3, SIZES | {"t": 1})
+
+
+def test_dispatch_sends_the_bytes_of_the_page():
+    """On a CPU `capacity` rows go to each other device, whether in use or not."""
+    ids, capacity, split = np.arange(SIZES["r"]) % SIZES["e"], 4, P("x")
+
+    def local(rows, weights, ids):
+        rows, sizes, plan = dispatch(
+            rows, ids, axis_name="x", experts=SIZES["e"], capacity=capacity
+        )
+        return combine(grouped_matmul(rows, weights, group_sizes=sizes), plan)
+
+    layer = jax.shard_map(local, mesh=MESH, in_specs=split, out_specs=split)
+    run, arrays = lambda *x: layer(*x, ids), (shape("rw"), shape("ewu"))
+    rows = capacity * (SIZES["d"] - 1)
+    exchanged, numbers = formulas("experts, with `dispatch`", 3, SIZES)
+    sent = bytes_sent(forward_pass(run, *arrays), 8)
+    assert sent == exchanged + numbers * rows * DTYPE.dtype.itemsize
+    (numbers,) = formulas("experts, with `dispatch`", 4, SIZES)
+    sent = bytes_sent(backward_pass(run, *arrays), 8)
+    assert sent == numbers * rows * DTYPE.dtype.itemsize

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ejkernel.parallel import permute_sequence, restore_sequence
-from ejkernel.types.placement import PLACEMENTS, Share, placed_rule
+from ejkernel.types.placement import PLACEMENTS, ShardPositions, placed_rule
 from ejkernel.types.rules import (
     Band,
     Chunks,
@@ -37,7 +37,7 @@ def test_each_shard_holds_the_tokens_of_its_placement(shards, placement):
     placed = permute_sequence(np.arange(length), shards=shards, placement=placement, axis=0)
     for shard, tokens in enumerate(np.split(placed, shards)):
         np.testing.assert_array_equal(tokens, held(shard, shards, placement, length))
-        share = Share.of(shard, shards, placement, 6)
+        share = ShardPositions.of(shard, shards, placement, 6)
         np.testing.assert_array_equal(share.positions(), tokens)
         a, b, c, d = np.asarray(share.affine())
         index = np.arange(6)
@@ -101,7 +101,7 @@ RULES = {
 def test_a_placed_rule_is_the_rule_at_the_positions(name, placement):
     """Pairs, and blocks that are empty or full, for shards that are known only at run time."""
     rule, size = RULES[name], LENGTH // SHARDS
-    shares = lambda *shards: (Share.of(shard, SHARDS, placement, size) for shard in shards)
+    shares = lambda *shards: (ShardPositions.of(shard, SHARDS, placement, size) for shard in shards)
 
     @jax.jit
     def placed(i, j):

@@ -4,7 +4,8 @@
 
 Prints `equal CALL` for every call whose results and gradients are those of this process alone. Of
 the call `wait` it prints `waiting` and then joins in one collective after the other, until somebody
-ends one of the processes.
+ends one of the processes. Of the call `tuned` it prints the parameters that it chooses, `chosen`,
+and those that it would choose if it were the only process, `alone`.
 """
 
 import functools
@@ -25,11 +26,20 @@ from ejkernel.modules import (
     page_attention,
     ring_attention,
 )
+from ejkernel.ops import (
+    ConfigCache,
+    ConfigSelectorChain,
+    PersistentCache,
+    default_executor,
+    selection,
+)
+from ejkernel.parallel import combine, dispatch, permute_sequence, restore_sequence
 
 DEVICES = 2  # of a process
 LONGEST = 240  # seconds of a call that waits
 HEARTBEAT = 10  # seconds without one, after which a process counts as gone
 ROWS, SEQUENCE, HEADS = P("x"), P(None, "x"), P(None, None, "x")
+ROWS_AND_SEQUENCE = P("y", "x")
 
 
 def draw(*shapes):
@@ -52,6 +62,27 @@ def gla(query, key, value, gate, state, **options):
 
 def grouped(rows, weights, **options):
     return grouped_matmul(rows, weights, np.arange(32) // 8, **options)
+
+
+def experts(rows, weights, mesh=None):
+    ids = np.arange(32) * 5 % 9  # the last of them is no expert's
+    if mesh is None:
+        return grouped_matmul(rows, weights, ids)
+
+    def local(rows, ids, weights):
+        rows, sizes, plan = dispatch(rows, ids, axis_name="x", experts=8)
+        return combine(grouped_matmul(rows, weights, group_sizes=sizes), plan)
+
+    return jax.shard_map(local, mesh=mesh, in_specs=ROWS, out_specs=ROWS)(rows, ids, weights)
+
+
+def zigzag(*arrays, mesh=None, **options):
+    if mesh is None:
+        return ring_attention(*arrays, causal=True)
+    order = {"shards": mesh.shape["x"], "placement": "zigzag"}
+    placed = (permute_sequence(x, **order) for x in arrays)
+    out = ring_attention(*placed, causal=True, placement="zigzag", mesh=mesh, **options)
+    return restore_sequence(out, **order)
 
 
 def paged(query, key_cache, value_cache, **options):
@@ -89,6 +120,21 @@ CALLS = {
         (SEQUENCE, HEADS, HEADS),
         {"in_specs": (SEQUENCE, HEADS, HEADS)},
         False,
+    ),
+    "pages": (
+        paged,
+        draw((2, 8, 8), (8, 4, 2, 8), (8, 4, 2, 8)),
+        (P(), ROWS, ROWS),
+        {"axis_name": "x"},
+        False,
+    ),
+    "experts": (experts, draw((32, 8), (8, 8, 16)), (ROWS, ROWS), {}, True),
+    "zigzag": (
+        zigzag,
+        attention_arrays(2),
+        (ROWS_AND_SEQUENCE,) * 3,
+        {"axis_name": "x", "in_specs": (ROWS_AND_SEQUENCE,) * 3, "method": "ring"},
+        True,
     ),
 }
 
@@ -150,13 +196,30 @@ def wait(mesh):
         time.sleep(0.5)
 
 
+def tuned(process):
+    """Choose the parameters of a call of which the disk cache of each process holds others."""
+    call = default_executor().invocation(flash_attention, *attention_arrays(1))
+    entry = {"platform": "xla", "fwd_params": {"q_blocksize": 8 << process}}
+    PersistentCache("flash_attention").put(call.key, entry)
+    print("chosen", default_executor().chooser.choose(call).params, flush=True)
+    selection._several_processes = lambda: False
+    chain = ConfigSelectorChain(ConfigCache(), persistent=PersistentCache)
+    print("alone", chain.choose(call).params, flush=True)
+
+
 def main(port, processes, process, *names):
     join(int(port), int(processes), int(process))
-    mesh = Mesh(np.array(jax.devices()), ("x",))
-    if mesh.size != DEVICES * int(processes):
-        raise RuntimeError(f"{mesh.size} devices in {processes} processes")
+    devices = np.array(jax.devices())
+    if devices.size != DEVICES * int(processes):
+        raise RuntimeError(f"{devices.size} devices in {processes} processes")
+    line, both = Mesh(devices, ("x",)), Mesh(devices.reshape(-1, DEVICES), ("x", "y"))
     for name in names:
-        wait(mesh) if name == "wait" else check(name, mesh)
+        if name == "tuned":
+            tuned(int(process))
+        elif name == "wait":
+            wait(line)
+        else:
+            check(name, both if name == "zigzag" else line)
 
 
 if __name__ == "__main__":

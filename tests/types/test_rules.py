@@ -269,3 +269,14 @@ def test_a_bound_at_the_end_of_int32_does_not_wrap_around(bound):
     assert Band(None, bound).dense(4, 4).all() == (bound > 0)
     assert Band(bound, None).blocks(4, 4, 2, 2)[1].all() == (bound < 0)
     assert Band(None, jnp.array([bound])).dense(4, 4).all() == (bound > 0)
+
+
+@pytest.mark.parametrize("bound", [2**31 - 1, -(2**31) + 1, 2**40, -(2**40)])
+def test_a_part_of_a_mask_with_a_bound_at_the_end_of_int32(bound):
+    part = lambda rule: jax.jit(lambda at: rule.slice(at, 4, 0, 4).dense(4, 4))(4)
+    back = lambda rule: jax.jit(lambda at: rule.slice(0, 4, at, 4).dense(4, 4))(4)
+    for cut in (part, back):
+        assert (cut(Band(None, bound)) == (bound > 0)).all()
+        assert (cut(Band(bound, None)) == (bound < 0)).all()
+        assert (cut(KeyLength(bound)) == (bound > 0)).all()
+        assert (cut(QueryLength(bound)) == (bound > 0)).all()

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from ejkernel.ops.config import Config, check_size
-from ejkernel.types.arguments import int_or_traced
+from ejkernel.types.arguments import host_integers, int_or_traced, to_int32
 from ejkernel.xla_utils.concrete import concrete_value
 
 # The dtypes of queries, keys and values; a page cache may have others.
@@ -29,11 +29,20 @@ def as_array(op: str, name: str, x: object) -> jax.Array:
         raise ValueError(f"{op}: {name} must be an array, got {type(x).__name__}.")
     try:
         return jnp.asarray(x)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         kind = f"an array of {x.dtype}" if isinstance(x, np.ndarray | np.generic) else "a list"
         raise ValueError(
             f"{op}: {name} must be an array of numbers, got {kind} that JAX cannot represent."
         ) from None
+
+
+def integer_array(op: str, name: str, x: object) -> jax.Array:
+    """`as_array`, with integers as int32, clipped to its range.
+
+    JAX compares narrower integers in their own dtype, and wraps wider ones.
+    """
+    host = host_integers(x)
+    return to_int32(as_array(op, name, x if host is None else to_int32(host)))
 
 
 def known_values(x: object) -> np.ndarray | None:
@@ -52,14 +61,14 @@ def known_values(x: object) -> np.ndarray | None:
 
 def cumulative_lengths(op: str, name: str, cum: object, tokens: int) -> jax.Array:
     """Where packed sequences begin, [0, l1, l1 + l2, ...], the last within the tokens."""
-    values, ends = known_values(cum), as_array(op, name, cum)
+    values, ends = known_values(cum), integer_array(op, name, cum)
     if ends.ndim != 1 or ends.shape[0] < 2 or not jnp.issubdtype(ends.dtype, jnp.integer):
         raise ValueError(
             f"{op}: {name} must be integers [0, l1, l1 + l2, ...], "
             f"got {ends.dtype}{list(ends.shape)}."
         )
     if values is not None:
-        if values[0] != 0 or (np.diff(values) < 0).any():
+        if values[0] != 0 or (values[1:] < values[:-1]).any():
             raise ValueError(f"{op}: {name} must start at 0 and never decrease, got {values}.")
         if values[-1] > tokens:
             raise ValueError(f"{op}: {name} ends at {values[-1]}, past the {tokens} tokens.")

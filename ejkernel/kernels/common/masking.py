@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.kernels.common.arguments import as_array, cumulative_lengths
+from ejkernel.kernels.common.arguments import as_array, cumulative_lengths, integer_array
 from ejkernel.types.arguments import SlidingWindow, boolean, window_pair
 from ejkernel.types.mask import MaskInfo
+from ejkernel.types.rule_arrays import bounded
 from ejkernel.types.rules import And, Band, Chunks, Dense, Everything, Rule, Segments
 
 # Left and right; each a static int, or one number for every batch row, [1].
@@ -134,13 +135,13 @@ def _offset(op: str, offset: object, count: int, per: str) -> int | jax.Array:
     """A causal offset: a static int, or an int32 array with one entry per row."""
     if isinstance(offset, int | np.integer):
         return operator.index(offset)
-    offset = as_array(op, "causal_offset", offset)
+    offset = integer_array(op, "causal_offset", offset)
     if offset.shape not in ((), (1,), (count,)) or not jnp.issubdtype(offset.dtype, jnp.integer):
         raise ValueError(
             f"{op}: causal_offset must be an int or {count} ints, one per {per}, "
             f"got {offset.dtype}{list(offset.shape)}."
         )
-    return (offset[None] if offset.ndim == 0 else offset).astype(jnp.int32)
+    return offset[None] if offset.ndim == 0 else offset
 
 
 class _Packing(NamedTuple):
@@ -191,7 +192,7 @@ _COMPARE_ALL_LIMIT = 2**24  # comparisons
 
 def _ids(cum: jax.Array, tokens: int) -> jax.Array:
     """The sequence of each token [1, tokens]; -1 past the last."""
-    index = jnp.arange(tokens, dtype=cum.dtype)
+    index = jnp.arange(tokens, dtype=jnp.int32)
     # Comparing all is one small kernel, where a search is a loop of many.
     method = "compare_all" if cum.size * tokens <= _COMPARE_ALL_LIMIT else "scan"
     ids = jnp.searchsorted(cum, index, side="right", method=method).astype(jnp.int32) - 1
@@ -201,7 +202,7 @@ def _ids(cum: jax.Array, tokens: int) -> jax.Array:
 @functools.partial(jax.jit, static_argnames="tokens")
 def _same_segments(cum: jax.Array, tokens: int) -> Segments:
     ids, documents = _ids(cum, tokens), _rounded(cum.shape[0] - 1)
-    starts = jnp.pad(cum.astype(jnp.int32), (0, documents + 1 - cum.shape[0]), mode="edge")
+    starts = jnp.pad(cum, (0, documents + 1 - cum.shape[0]), mode="edge")
     return Segments(ids, ids, documents, starts[None])
 
 
@@ -218,7 +219,7 @@ def _segments(
     # The key at the same position in the query's sequence. Its index grows with that of the query,
     # so that a block of queries still sees one range of keys.
     shift = (cum_k - cum_q)[jnp.maximum(q_ids, 0)]
-    positions = jnp.arange(queries, dtype=jnp.int32) + shift.astype(jnp.int32)
+    positions = jnp.arange(queries, dtype=jnp.int32) + shift
     return Segments(q_ids, _ids(cum_k, keys)), positions
 
 
@@ -226,4 +227,4 @@ def _segments(
 def _shifted(q_ids: jax.Array, positions: jax.Array | None, shift: jax.Array) -> jax.Array:
     if positions is None:
         positions = jnp.arange(q_ids.shape[-1], dtype=jnp.int32)
-    return positions + shift[jnp.maximum(q_ids, 0)]
+    return positions + jnp.asarray(bounded(shift))[jnp.maximum(q_ids, 0)]

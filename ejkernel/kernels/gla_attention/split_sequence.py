@@ -184,10 +184,7 @@ def _per_state(flags: jax.Array) -> jax.Array:
 
 
 def _same_everywhere(state: jax.Array, spec: Spec, axis_name: str) -> jax.Array:
-    """The state after all shards, where types tell varying arrays from others: as one that is not.
-
-    Only a sum over the devices has such a type.
-    """
+    """The final state, typed as invariant over the axis: only a sum over the devices is."""
     if axis_name not in varying_axes(state):
         return state
     last = 0 if spec.reverse else lax.axis_size(axis_name) - 1

@@ -14,6 +14,7 @@ from ejkernel.kernels.common.arguments import (
     as_array,
     as_specs,
     check_floating,
+    integer_array,
     known_values,
 )
 from ejkernel.kernels.grouped_matmul import OP
@@ -30,6 +31,7 @@ from ejkernel.ops import executor, sharded
 from ejkernel.ops.executor import Request
 from ejkernel.ops.meshes import surrounding_mesh
 from ejkernel.ops.module import BoundFunction, Module, operation
+from ejkernel.types.rule_arrays import bounded
 
 
 @operation
@@ -199,7 +201,7 @@ def _ids(ids: ArrayLike | None, sizes: ArrayLike | None, rows: int) -> jax.Array
         )
     if ids is None:
         return None
-    ids = as_array("grouped_matmul", "group_ids", ids)
+    ids = integer_array("grouped_matmul", "group_ids", ids)
     if ids.ndim != 1 or not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(
             f"grouped_matmul: group_ids must be integers [rows], got {ids.dtype}{list(ids.shape)}."
@@ -217,7 +219,7 @@ def _sizes(
 ) -> jax.Array | None:
     if sizes is None:
         return None
-    values, sizes = known_values(sizes), as_array("grouped_matmul", "group_sizes", sizes)
+    values, sizes = known_values(sizes), integer_array("grouped_matmul", "group_sizes", sizes)
     if sizes.ndim != 1 or not jnp.issubdtype(sizes.dtype, jnp.integer):
         raise ValueError(
             "grouped_matmul: group_sizes must be integers [groups], "
@@ -256,14 +258,14 @@ def _groups(offset: ArrayLike | None, weights: int) -> jax.Array | np.ndarray | 
         )
     index = np.arange(weights, dtype=np.int32)
     if isinstance(offset, int | np.integer) and not isinstance(offset, bool):
-        return index + np.int32(offset)
-    offset = as_array("grouped_matmul", "group_offset", offset)
+        return index + np.int32(bounded(int(offset)))
+    offset = integer_array("grouped_matmul", "group_offset", offset)
     if offset.shape not in ((), (1,)) or not jnp.issubdtype(offset.dtype, jnp.integer):
         raise ValueError(
             "grouped_matmul: group_offset must be one integer, "
             f"got {offset.dtype}{list(offset.shape)}."
         )
-    return index + offset.astype(jnp.int32)
+    return index + bounded(offset)
 
 
 def _dtype(preferred: DTypeLike | None, given: np.dtype) -> str | None:

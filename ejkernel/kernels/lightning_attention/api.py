@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import ArrayLike
 
-from ejkernel.kernels.common.arguments import as_array, known_values
+from ejkernel.kernels.common.arguments import as_array, integer_array, known_values
 from ejkernel.kernels.gla_attention.api import Recurrence, recur
 from ejkernel.kernels.lightning_attention import OP
 from ejkernel.kernels.lightning_attention.config import LightningAttentionConfig
@@ -202,7 +202,7 @@ def _of_layer(layer: int | ArrayLike | None, layers: int | None, heads: int) -> 
     except (TypeError, jax.errors.TracerIntegerConversionError):
         raise ValueError(f"{_NAME}: num_layers must be an int, got {layers!r}.") from None
     known = isinstance(layer, int | np.integer)
-    index = np.asarray(layer) if known else as_array(_NAME, "layer_idx", layer)
+    index = np.asarray(int(layer)) if known else integer_array(_NAME, "layer_idx", layer)
     values = known_values(layer)
     if index.ndim or not jnp.issubdtype(index.dtype, jnp.integer):
         raise ValueError(f"{_NAME}: layer_idx must be one int, got {layer!r}.")

@@ -16,6 +16,7 @@ from ejkernel.kernels.common.arguments import (
     check_attention_shapes,
     check_floating,
     cumulative_lengths,
+    integer_array,
     known_values,
     window_length,
 )
@@ -210,7 +211,7 @@ def native_sparse_attention(
         count = min(_count(block_counts), lists.blocks_of_all)
         chosen = _selected(query, key, cu_seqlens, spec, count, request)
     else:
-        indices = _batched(as_array(_NAME, "block_indices", block_indices), packed_rank)
+        indices = _batched(integer_array(_NAME, "block_indices", block_indices), packed_rank)
         chosen = _counted(lists.indices(indices), block_counts, lists, packed_rank)
     if 0 in (*query.shape, value.shape[3]):
         out = jnp.zeros((*query.shape[:3], value.shape[3]), query.dtype)
@@ -348,7 +349,7 @@ def _counted(indices: jax.Array, counts: Any, lists: _Lists, packed_rank: bool) 
     """The lists with only as many entries as count."""
     if not isinstance(counts, jax.Array | np.ndarray | list | tuple):
         return indices[..., : _count(counts)]
-    values, counts = known_values(counts), as_array(_NAME, "block_counts", counts)
+    values, counts = known_values(counts), integer_array(_NAME, "block_counts", counts)
     if values is not None and values.size and values.min() < 0:
         raise ValueError(f"{_NAME}: block_counts must not be negative, got {values.min()}.")
     if counts.ndim:

@@ -4,7 +4,7 @@ Device `i` of `n` holds the pages `[i * P / n, (i + 1) * P / n)` of `P`. It atte
 of a sequence that it holds, wherever they are in the sequence, and the partial results are merged
 by their log-sum-exp in float32.
 
-The kernels need not know. A page that is elsewhere is no page (-1), and of the pages that every
+The kernels need not know. Pages on other devices are marked -1, and of the pages that every
 query sees whole only those of the device stay in its table: the length that is left keeps the
 distances between the queries and the keys near them. So the work of a device follows the pages that
 it holds. Under a window no page is left out, since the distances to older keys matter: the work of

@@ -26,7 +26,7 @@ from ejkernel.ops.module import BoundFunction, Module, operation
 from ejkernel.ops.split_axis import SplitAxis
 from ejkernel.types.arguments import SlidingWindow
 from ejkernel.types.mask import MaskInfo
-from ejkernel.types.placement import PLACEMENTS, Placement, grain, restore
+from ejkernel.types.placement import PLACEMENTS, Placement, length_multiple, restore
 from ejkernel.types.rules import And, Everything, Segments, TokenTypes
 
 
@@ -199,12 +199,12 @@ def _check_choice(name: str, given: Any, accepted: tuple[str, ...]) -> None:
 
 
 def _check_lengths(whole: Extent, size: int, axis_name: Any, placement: Placement) -> None:
-    parts = grain(size, placement) if size > 1 else 1
+    parts = length_multiple(size, placement) if size > 1 else 1
     if whole.queries % parts or whole.keys % parts:
-        placed = "" if parts == size else f" in the {parts} parts of placement={placement!r}"
         raise ValueError(
-            f"ring_attention: {whole.queries} queries and {whole.keys} keys do not divide over the "
-            f"{size} devices of {axis_name!r}{placed}."
+            f"ring_attention: with placement={placement!r} over the {size} devices of "
+            f"{axis_name!r}, the numbers of queries and keys must be multiples of {parts}, got "
+            f"{whole.queries} and {whole.keys}."
         )
 
 

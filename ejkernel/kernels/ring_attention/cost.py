@@ -1,4 +1,4 @@
-"""How long the forms of ring attention take, from sizes and published rates; the choice of `auto`.
+"""How long each method of ring attention takes, by published rates; the choice of `auto`.
 
 With n devices, q the bytes of a device's queries and outputs, k those of its keys and values, g the
 same in float32 for their gradients, a device sends
@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 from ejkernel.ops.platform import Device
 
-Form = Literal["ring", "all_gather", "all_to_all"]
+ConcreteMethod = Literal["ring", "all_gather", "all_to_all"]
 
 
 class Sizes(NamedTuple):
@@ -65,7 +65,7 @@ class Rates(NamedTuple):
     latency: float
 
 
-# Published rates in 16 bits and of links; half of the former is what attention reaches.
+# Published rates in 16 bits and of links.
 _RATES = {
     "TPU v4": Rates(275e12, 50e9, 2, True, 1e-6),
     "TPU v5 lite": Rates(197e12, 50e9, 2, True, 1e-6),
@@ -79,9 +79,9 @@ _RATES = {
     "B200": Rates(2250e12, 900e9, 1, False, 5e-6),
 }
 _HOST = Rates(0.2e12, 10e9, 1, False, 20e-6)
-_EFFICIENCY = 0.5
-_BACKWARD = 2.5  # times the matmuls of the forward pass
-_PREFERENCE = 0.95  # a form without hops must be so much faster than the ring
+EFFICIENCY = 0.5  # of the published rate, which attention reaches
+BACKWARD = 2.5  # times the matmuls of the forward pass
+_PREFERENCE = 0.95  # a method without hops must be so much faster than the ring
 
 
 def rates_of(device: Device) -> Rates:
@@ -93,11 +93,11 @@ def rates_of(device: Device) -> Rates:
     return {"tpu": _RATES["TPU v5e"], "gpu": _RATES["H100"]}.get(device.platform, _HOST)
 
 
-def bytes_sent(sizes: Sizes) -> dict[Form, tuple[float, float]]:
+def bytes_sent(sizes: Sizes) -> dict[ConcreteMethod, tuple[float, float]]:
     """What a device sends, forward and backward, as in the table above; only what is possible.
 
     >>> sizes = Sizes(4, 1, 1024, 1024, 8, 2, 256, 2, hops=4)
-    >>> {form: round(sum(sent) / 2**20, 1) for form, sent in bytes_sent(sizes).items()}
+    >>> {name: round(sum(sent) / 2**20, 1) for name, sent in bytes_sent(sizes).items()}
     {'ring': 14.0, 'all_gather': 12.0}
     """
     n = sizes.shards
@@ -105,7 +105,7 @@ def bytes_sent(sizes: Sizes) -> dict[Form, tuple[float, float]]:
     numbers = sizes.batch * sizes.keys * sizes.kv_heads * sizes.head_dim
     k, g = float(numbers * sizes.itemsize), 4.0 * numbers
     sends = sizes.hops - 1
-    sent: dict[Form, tuple[float, float]] = {
+    sent: dict[ConcreteMethod, tuple[float, float]] = {
         "ring": (sends * k, sends * (k + g) + (g if sends else 0.0)),
         "all_gather": ((n - 1) * k, (n - 1) * (k + g)),
     }
@@ -115,24 +115,24 @@ def bytes_sent(sizes: Sizes) -> dict[Form, tuple[float, float]]:
     return sent
 
 
-def seconds(sizes: Sizes, rates: Rates) -> dict[Form, float]:
-    """The time of each form that is possible, forward and backward."""
+def seconds(sizes: Sizes, rates: Rates) -> dict[ConcreteMethod, float]:
+    """The time of each method that is possible, forward and backward."""
     n, sends = sizes.shards, sizes.hops - 1
     sent = bytes_sent(sizes)
     pairs = sizes.batch * sizes.heads * sizes.queries * sizes.keys
-    hop = 2 * pairs * sizes.head_dim / (rates.flops * _EFFICIENCY)  # nothing hidden
+    hop = 2 * pairs * sizes.head_dim / (rates.flops * EFFICIENCY)  # nothing hidden
     mean = hop * sizes.hops * (0.5 if sizes.causal and sizes.hops == n else 1.0)
     slowest = mean if sizes.balanced else hop * sizes.hops
     of_hop = slowest / sizes.hops
-    both = 1 + _BACKWARD
+    both = 1 + BACKWARD
 
     steps = (n - 1) / rates.links if rates.torus else 1
     # A ring sends one way; a gather sends both ways round.
     wait = lambda count: count / rates.link / max(sends, 1) + rates.latency
     forward, backward = (wait(count) for count in sent["ring"])
-    times: dict[Form, float] = {
+    times: dict[ConcreteMethod, float] = {
         "ring": slowest / sizes.hops * both
-        + sends * (max(of_hop, forward) + max(of_hop * _BACKWARD, backward)),
+        + sends * (max(of_hop, forward) + max(of_hop * BACKWARD, backward)),
         "all_gather": slowest * both
         + sum(sent["all_gather"]) / (rates.link * rates.links)
         + 3 * steps * rates.latency,
@@ -147,8 +147,8 @@ def seconds(sizes: Sizes, rates: Rates) -> dict[Form, float]:
     return times
 
 
-def cheapest(sizes: Sizes, device: Device) -> Form:
-    """The form to take: the ring, unless another is faster by more than the model may err.
+def cheapest(sizes: Sizes, device: Device) -> ConcreteMethod:
+    """The method to take: the ring, unless another is faster by more than the model may err.
 
     Keys are gathered only where all of them take no more memory than the queries of a device: a
     sequence that is split must not be too long for a device after all.
@@ -156,5 +156,5 @@ def cheapest(sizes: Sizes, device: Device) -> Form:
     times = seconds(sizes, rates_of(device))
     if sizes.shards * sizes.keys * sizes.kv_heads > sizes.queries * sizes.heads:
         del times["all_gather"]
-    best = min(times, key=lambda form: times[form])
+    best = min(times, key=lambda method: times[method])
     return best if times[best] < _PREFERENCE * times["ring"] else "ring"

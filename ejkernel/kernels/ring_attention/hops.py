@@ -13,7 +13,7 @@ import numpy as np
 
 from ejkernel.kernels.flash_attention.static_arrays import evaluate
 from ejkernel.kernels.ring_attention.inputs import Hop
-from ejkernel.types.placement import Placement, Share, placed_rule
+from ejkernel.types.placement import Placement, ShardPositions, placed_rule
 from ejkernel.types.rules import And, Dense, Everything, Or, Rule
 from ejkernel.xla_utils.concrete import concrete_value
 
@@ -34,13 +34,16 @@ def needed_hops(
     >>> [hop.distance for hop in needed_hops(Band(-100, 0), 512, 512, 8, "contiguous")]
     [0, 1, 2]
     """
+    # Of documents that are not known yet, a device may need no key even where its mask allows some.
+    # Striped shards have tokens of every document of some length: a test would skip nothing.
+    certain = placement == "striped" or _is_known(rule)
     rule = known(rule)
     if isinstance(rule, Everything) or 0 in (q_len, kv_len):
         return None
     needed = _needed_shards(rule, q_len, kv_len, shards, placement)
     device = np.arange(shards)
     by_hop = [needed[device, (device - distance) % shards] for distance in range(shards)]
-    hops = [Hop(i, bool(of.all())) for i, of in enumerate(by_hop) if of.any() or i == 0]
+    hops = [Hop(i, certain and bool(of.all())) for i, of in enumerate(by_hop) if of.any() or i == 0]
     return tuple(hops)
 
 
@@ -73,7 +76,7 @@ def tiles_per_hop(
     q_size, kv_size = q_len // shards, kv_len // shards
 
     def tiles(rule: Rule, i: jax.Array, j: jax.Array) -> jax.Array:
-        of = lambda shard, size: Share.of(shard, shards, placement, size)
+        of = lambda shard, size: ShardPositions.of(shard, shards, placement, size)
         placed = placed_rule(rule, of(i, q_size), of(j, kv_size))
         some, _ = placed.blocks(q_size, kv_size, block_q, block_k)
         return some.sum(dtype=jnp.int32)
@@ -110,6 +113,14 @@ def known(rule: Rule) -> Rule:
     if any(x is None for x in values):
         return Everything()
     return jax.tree.unflatten(treedef, values)
+
+
+def _is_known(rule: Rule) -> bool:
+    """Whether `known` leaves nothing out."""
+    if isinstance(rule, And | Or):
+        return all(map(_is_known, rule.rules))
+    leaves = jax.tree.leaves(rule)
+    return not isinstance(rule, Dense) and all(concrete_value(x) is not None for x in leaves)
 
 
 def _needed_shards(

@@ -111,7 +111,7 @@ def backward(
     """Gradients, shaped like the inputs; `branches`: see `Ring.of`."""
     spec = chosen(inputs, spec, device)
     if spec.axis_name is not None:
-        # Else a compiler may keep what the forward pass received, and not receive it again.
+        # Keep XLA from holding received keys until the backward pass.
         (key, value), d_outputs = lax.optimization_barrier((inputs[1:3], d_outputs))
         inputs = inputs._replace(key=key, value=value)
     given = (differentiate, inputs, residuals, d_outputs, spec, params, device)
@@ -157,5 +157,5 @@ def why_not(of_call: Pass, inputs: Inputs, spec: Spec, device: Device) -> str | 
 
 
 def pass_of(of_call: Pass | None, run: Callable[..., Any], **options: Any) -> Pass:
-    """A pass whose calls of flash attention are those of another pass."""
+    """Build a ring pass from a flash-attention pass."""
     return Pass(run=run, heuristic=functools.partial(heuristic, of_call), **options)

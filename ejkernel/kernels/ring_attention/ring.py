@@ -21,9 +21,9 @@ from ejkernel.kernels.common.sinks import per_query, share_of_keys
 from ejkernel.kernels.flash_attention import inputs as flash
 from ejkernel.kernels.ring_attention.inputs import Hop, Inputs, Outputs, Spec
 from ejkernel.ops.config import BwdParams, FwdParams
-from ejkernel.ops.meshes import varying_axes
+from ejkernel.ops.meshes import vary_as
 from ejkernel.ops.platform import Device
-from ejkernel.types.placement import Share, placed_rule
+from ejkernel.types.placement import ShardPositions, placed_rule
 from ejkernel.types.rules import Everything, Rule
 
 # The arrays that a hop receives from another device.
@@ -87,16 +87,16 @@ class Ring(NamedTuple):
         return self.inputs.mask or Everything()
 
     @property
-    def queries(self) -> Share:
-        """The queries of this device."""
+    def queries(self) -> ShardPositions:
+        """Positions of the queries of this device."""
         length = self.inputs.query.shape[1]
-        return Share.of(self.index, self.size, self.spec.placement, length)
+        return ShardPositions.of(self.index, self.size, self.spec.placement, length)
 
-    def keys(self, hop: Index) -> Share:
-        """The keys that are here in a hop."""
+    def keys(self, hop: Index) -> ShardPositions:
+        """Positions of the keys held in a hop."""
         source = lax.rem(self.index - hop + self.size, self.size) if self.size > 1 else 0
         length = self.inputs.key.shape[1]
-        return Share.of(source, self.size, self.spec.placement, length)
+        return ShardPositions.of(source, self.size, self.spec.placement, length)
 
     def hop_inputs(self, hop: Index, key: jax.Array, value: jax.Array) -> flash.Inputs:
         """The attention of this device's queries to the keys of this hop."""
@@ -126,7 +126,7 @@ class Ring(NamedTuple):
         return some.any()
 
     def send(self, tree: _Tree, distance: int) -> _Tree:
-        """The arrays of the device that lies so far behind; one so far ahead gets ours."""
+        """Send to rank + `distance`; receive from rank - `distance`."""
         to = [(i, (i + distance) % self.size) for i in range(self.size)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.spec.axis_name, to), tree)
 
@@ -161,14 +161,8 @@ class Ring(NamedTuple):
 
     def varying(self, tree: _Tree) -> _Tree:
         """What a loop over hops may carry: varying over every mesh axis of the call."""
-        leaves = (*jax.tree.leaves(self.inputs), jnp.asarray(self.index))
-        axes = frozenset[str]().union(*map(varying_axes, leaves))
-
-        def one(x: jax.Array) -> jax.Array:
-            missing = axes - varying_axes(x)
-            return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
-
-        return jax.tree.map(one, tree)
+        operands = self.inputs, jnp.asarray(self.index)
+        return jax.tree.map(lambda x: vary_as(x, *operands), tree)
 
     def if_needed(
         self, needed: jax.Array, compute: Callable[[], _Tree], otherwise: Callable[[], _Tree]

@@ -13,11 +13,13 @@ from ejkernel.kernels.common.arguments import (
     FLOATING_DTYPES,
     as_array,
     check_floating,
+    integer_array,
     known_values,
     window_length,
 )
 from ejkernel.kernels.common.attention import bound_of_logits, scale_of_logits
 from ejkernel.kernels.common.paged import LAYOUTS
+from ejkernel.types.arguments import to_int32
 
 _EIGHT_BITS = map(np.dtype, (jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2))
 _CACHE_DTYPES = (*FLOATING_DTYPES, *_EIGHT_BITS)
@@ -149,12 +151,12 @@ def _other_layouts(layout: str, shape: tuple[int, ...], heads: int, combined: bo
 def integers(op: str, name: str, x: object, shape: str, ranks: tuple[int, ...]) -> Integers:
     """Indices or lengths as int32."""
     known = known_values(x) if isinstance(x, jax.Array | np.ndarray | list | tuple | int) else None
-    array = as_array(op, name, x) if known is None else known
+    array = integer_array(op, name, x) if known is None else to_int32(known)
     if array.ndim not in ranks or not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(
             f"{op}: {name} must be integers {shape}, got {array.dtype}{list(array.shape)}."
         )
-    return array.astype(np.int32)
+    return array
 
 
 def cumulative(op: str, name: str, x: object, count: int | None, most: int | None) -> Integers:
