@@ -1,13 +1,16 @@
 """`jax.nn.dot_product_attention`, computed by `flash_attention`."""
 
+import reprlib
 from collections.abc import Sequence
 from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
+from ejkernel.kernels.common.arguments import as_array, static_number
 from ejkernel.modules import flash_attention
 from ejkernel.types import MaskInfo
 
@@ -104,6 +107,10 @@ def dot_product_attention(
     >>> ejkernel.dot_product_attention(x, x, x, is_causal=True).shape
     (2, 128, 8, 64)
     """
+    if not isinstance(return_residual, bool | np.bool_):
+        raise ValueError(
+            f"{_NAME}: return_residual must be True or False, got {reprlib.repr(return_residual)}."
+        )
     query, key, value = (
         _array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
     )
@@ -136,10 +143,7 @@ def dot_product_attention(
 
 
 def _array(name: str, x: ArrayLike) -> jax.Array:
-    try:
-        return jnp.asarray(x)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{_NAME}: {name} must be an array: {error}.") from None
+    return as_array(_NAME, name, x)
 
 
 def _rank_four(name: str, x: ArrayLike | None) -> jax.Array | None:
@@ -167,10 +171,10 @@ def _scaled(query: jax.Array, scale: float | ArrayLike | None) -> tuple[jax.Arra
         return query, None
     if isinstance(scale, str):
         raise ValueError(f"{_NAME}: scale must be a number, got {scale!r}.")
-    if (shape := jnp.shape(scale)) != ():
+    if isinstance(scale, jax.Array | np.ndarray | list | tuple) and (shape := np.shape(scale)):
         raise ValueError(f"{_NAME}: scale must be one number, got an array of shape {shape}.")
     if not isinstance(scale, Tracer):
-        return query, float(scale)  # pyright: ignore[reportArgumentType]
+        return query, static_number(_NAME, "scale", scale)
     product = query.astype(jnp.promote_types(query.dtype, jnp.float32)) * scale
     return product.astype(query.dtype), 1.0
 
@@ -215,7 +219,7 @@ def _platform(implementation: str | None, platform: str | None) -> str | None:
         return platform
     if platform is not None:
         raise ValueError(f"{_NAME}: give implementation= or platform=, not both.")
-    if implementation not in _PLATFORMS:
+    if not isinstance(implementation, str) or implementation not in _PLATFORMS:
         known = ", ".join(map(repr, _PLATFORMS))
         raise ValueError(
             f"{_NAME}: implementation must be None, {known}, got {implementation!r}; "

@@ -4,10 +4,10 @@ import operator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from ejkernel.kernels.common.arguments import as_array
 from ejkernel.types.placement import PLACEMENTS, Placement, length_multiple, place, restore
 
 
@@ -88,7 +88,7 @@ def _checked(name: str, x: Any, shards: Any, placement: Any, axis: Any) -> tuple
         raise ValueError(f"{name}: shards and axis must be ints, got {given}.") from None
     if count < 1:
         raise ValueError(f"{name}: shards must be positive, got {shards}.")
-    array = x if isinstance(x, np.ndarray) else jnp.asarray(x)
+    array = x if isinstance(x, np.ndarray) else as_array(name, "x", x)
     if not -array.ndim <= axis < array.ndim:
         raise ValueError(f"{name}: axis {axis} is not an axis of an array of shape {array.shape}.")
     axis %= array.ndim

@@ -1,6 +1,7 @@
 """Checks of what callers pass to `MaskInfo`; every message names the method that was called."""
 
 import operator
+import reprlib
 from collections.abc import Collection, Sequence
 from typing import Any, TypeVar
 
@@ -37,6 +38,32 @@ def host_values(value: ArrayValues) -> np.ndarray | None:
     if any(device.platform != "cpu" for device in value.devices()):
         return None
     return np.asarray(value)
+
+
+def as_array(where: str, value: object) -> jax.Array:
+    """A JAX array of numbers."""
+    if isinstance(value, jax.Array):
+        return value
+    try:
+        return jnp.asarray(value)  # pyright: ignore[reportArgumentType]
+    except (TypeError, ValueError):
+        kind = type(value).__name__
+        raise ValueError(f"{where} must be an array of numbers, got {kind}.") from None
+
+
+def flag(where: str, value: object) -> bool:
+    """True or False."""
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{where} must be True or False, got {reprlib.repr(value)}.")
+    return bool(value)
+
+
+def known_dtype(where: str, value: object) -> np.dtype:
+    """A dtype."""
+    try:
+        return jnp.dtype(value)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    except TypeError:
+        raise ValueError(f"{where} must be a dtype, got {reprlib.repr(value)}.") from None
 
 
 def static_integer(where: str, value: ArrayValues, least: int) -> int:
@@ -127,7 +154,7 @@ def boolean(where: str, mask: ArrayValues, otherwise: str = "") -> jax.Array:
     Raises:
         ValueError: if it holds floats.
     """
-    array = jnp.asarray(mask)
+    array = as_array(where, mask)
     if array.dtype != jnp.bool_ and not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(
             f"{where} must be boolean, or integers 0 and 1, got {array.dtype}; "
@@ -139,7 +166,7 @@ def boolean(where: str, mask: ArrayValues, otherwise: str = "") -> jax.Array:
 def integers(where: str, values: ArrayValues, rank: int) -> jax.Array:
     """An int32 array of a given rank; what is known to be out of its range is refused."""
     host = host_integers(values)
-    array = jnp.asarray(values if host is None else to_int32(host))
+    array = as_array(where, values if host is None else to_int32(host))
     known = host_values(array) if host is None and array.dtype.itemsize >= 4 else host
     if known is not None and known.dtype != np.int32 and known.dtype.kind in "iu":
         wrong = known[(known > _INT32.max) | (known < _INT32.min)]
@@ -169,7 +196,7 @@ def numbers(where: str, value: ArrayValues, batch: int | None) -> int | jax.Arra
     if isinstance(value, int | np.integer) and not isinstance(value, bool):
         return int(bounded(int(value)))
     host = host_integers(value)
-    array = jnp.asarray(value if host is None else to_int32(host))
+    array = as_array(where, value if host is None else to_int32(host))
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(f"{where} must be an integer or an array of integers, got {value!r}.")
     array = jnp.asarray(bounded(to_int32(array)))

@@ -16,7 +16,7 @@ from ejkernel.types import mask_fields as fields
 from ejkernel.types import mask_ids as ids
 from ejkernel.types import mask_statistics as statistics
 from ejkernel.types import mask_transformation as transformation
-from ejkernel.types.arguments import ArrayValues, SlidingWindow
+from ejkernel.types.arguments import ArrayValues, SlidingWindow, flag, known_dtype
 from ejkernel.types.block_map import BlockMap
 from ejkernel.types.conversion import (
     attention_mask_to_qkv_cu_seqlens as attention_mask_to_qkv_cu_seqlens,
@@ -263,6 +263,9 @@ class MaskInfo:
         (2, 4, 4)
         """
         if mask_info is not None:
+            if not isinstance(mask_info, MaskInfo):
+                kind = type(mask_info).__name__
+                raise ValueError(f"MaskInfo.dynamic_init: mask_info must be a mask, got {kind}.")
             return mask_info
         if attention_mask is not None:
             return cls.from_attention_mask(attention_mask)
@@ -647,7 +650,7 @@ class MaskInfo:
         Raises:
             ValueError: if `per_head` is set and the mask differs between heads.
         """
-        return ids.materialized(self, per_head)
+        return ids.materialized(self, flag("MaskInfo.materialize_segment_ids: per_head", per_head))
 
     def to_dtype(self, dtype: DTypeLike) -> "MaskInfo":
         """The same mask, its `attention_mask` in `dtype`, 1 where allowed.
@@ -655,7 +658,7 @@ class MaskInfo:
         >>> MaskInfo.from_segments(jnp.zeros((1, 4), int)).to_dtype("int8").attention_mask.dtype
         dtype('int8')
         """
-        return fields.changed(self, mask_dtype=np.dtype(dtype))
+        return fields.changed(self, mask_dtype=known_dtype("MaskInfo: dtype", dtype))
 
     def replace(
         self,

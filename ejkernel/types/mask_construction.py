@@ -9,10 +9,13 @@ from jax.typing import DTypeLike
 
 from ejkernel.types.arguments import (
     ArrayValues,
+    as_array,
     boolean,
     choice,
+    flag,
     host_values,
     integers,
+    known_dtype,
     static_integer,
 )
 from ejkernel.types.conversion import cu_seqlens_to_mask
@@ -35,7 +38,7 @@ def from_segments(
 ) -> Mask:
     """The mask of segments; see `MaskInfo.from_segments`."""
     where = "MaskInfo.from_segments"
-    read = _ids_of_token_mask if is_attn_mask else integers
+    read = _ids_of_token_mask if flag(f"{where}: is_attn_mask", is_attn_mask) else integers
     q_ids = read(f"{where}: q_segment_ids", q_segment_ids, 2)
     kv_ids = q_ids
     if kv_segment_ids is not None:
@@ -61,7 +64,7 @@ def from_attention_mask(
     """The mask of tokens or of pairs; see `MaskInfo.from_attention_mask`."""
     where = "MaskInfo.from_attention_mask"
     given = boolean(f"{where}: attention_mask", attention_mask, _BIAS)
-    given = given if mask_is_valid else ~given
+    given = given if flag(f"{where}: mask_is_valid", mask_is_valid) else ~given
     if given.ndim == 2:
         ids = jnp.where(given, 0, -1).astype(jnp.int32)
         rule = Segments(ids, ids)
@@ -109,9 +112,18 @@ def from_cu_seqlens(
 
 def random_mask(shape: tuple[int, int, int, int], sparsity: float, seed: int) -> jax.Array:
     """The random mask of pairs `[b, n, t, s]` of `MaskInfo.from_random`."""
-    if not 0 <= sparsity <= 1:
-        raise ValueError(f"MaskInfo.from_random: sparsity must be within 0 and 1, got {sparsity}.")
-    return jax.random.bernoulli(jax.random.key(seed), 1 - sparsity, shape)
+    where = "MaskInfo.from_random"
+    names = ("batch_size", None, "q_len", "kv_len")
+    for name, size in zip(names, shape, strict=True):
+        if name is not None:
+            static_integer(f"{where}: {name}", size, 0)
+    if not isinstance(sparsity, int | float | np.number) or not 0 <= sparsity <= 1:
+        raise ValueError(f"{where}: sparsity must be within 0 and 1, got {sparsity!r}.")
+    try:
+        key = jax.random.key(seed)
+    except (TypeError, ValueError):
+        raise ValueError(f"{where}: seed must be an integer, got {seed!r}.") from None
+    return jax.random.bernoulli(key, 1 - sparsity, shape)
 
 
 def dynamic_init(
@@ -124,10 +136,13 @@ def dynamic_init(
     for name, array, rank in (("input_ids", input_ids, 2), ("inputs_embeds", inputs_embeds, 3)):
         if array is None:
             continue
-        if np.ndim(array) != rank:
-            raise ValueError(f"{where}: {name} must have rank {rank}, got {np.shape(array)}.")
+        shape = getattr(array, "shape", None)
+        if shape is None:
+            shape = as_array(f"{where}: {name}", array).shape
+        if len(shape) != rank:
+            raise ValueError(f"{where}: {name} must have rank {rank}, got {shape}.")
         # No pair is forbidden: the ids are only there to be reported.
-        ids = jnp.zeros(np.shape(array)[:2], jnp.int32)
+        ids = jnp.zeros(shape[:2], jnp.int32)
         return cls(Everything(), ids.shape[1], ids.shape[1], ids_rule=Segments(ids, ids))
     raise ValueError(
         f"{where}: give mask_info, attention_mask, input_ids or inputs_embeds; got none."
@@ -138,9 +153,13 @@ def chunked_attention_mask(
     chunk_size: int, q_len: int, kv_len: int | None, offset: int, dtype: DTypeLike
 ) -> jax.Array:
     """The mask `[t, s]` of causal attention inside chunks."""
-    where = "MaskInfo.create_chunked_attention_mask: chunk_size"
-    rule = Chunks(static_integer(where, chunk_size, 1)) & Band(None, offset)
-    return rule.dense(q_len, q_len if kv_len is None else kv_len)[0].astype(dtype)
+    where = "MaskInfo.create_chunked_attention_mask"
+    rule = Chunks(static_integer(f"{where}: chunk_size", chunk_size, 1))
+    offset = static_integer(f"{where}: offset", offset, -(2**31))
+    q_len = static_integer(f"{where}: q_len", q_len, 0)
+    kv_len = q_len if kv_len is None else static_integer(f"{where}: kv_len", kv_len, 0)
+    dtype = known_dtype(f"{where}: dtype", dtype)
+    return (rule & Band(None, offset)).dense(q_len, kv_len)[0].astype(dtype)
 
 
 def with_positions(

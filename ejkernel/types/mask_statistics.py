@@ -9,7 +9,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from ejkernel.types import mask_ids
-from ejkernel.types.arguments import concrete, host_values, static_integer
+from ejkernel.types.arguments import concrete, host_values, known_dtype, static_integer
 from ejkernel.types.block_map import BlockMap, block_map
 from ejkernel.types.conversion import qkv_masks_to_cu_seqlens
 from ejkernel.types.mask_fields import cached
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 def attention_mask(mask: "MaskInfo", dtype: DTypeLike) -> jax.Array:
     """The mask of pairs `[b, 1 or n, t, s]` in `dtype`, 1 where allowed."""
-    dtype = np.dtype(dtype)
+    dtype = known_dtype("MaskInfo: dtype", dtype)
     return cached(mask, ("mask", dtype), lambda: _attention_mask(mask, dtype))
 
 
 def bias(mask: "MaskInfo", dtype: DTypeLike, masked_value: ArrayLike) -> jax.Array:
     """0 where allowed, `masked_value` elsewhere."""
-    if not jnp.issubdtype(dtype, jnp.floating):
+    if not jnp.issubdtype(known_dtype("MaskInfo.create_bias: dtype", dtype), jnp.floating):
         raise ValueError(f"MaskInfo.create_bias: dtype must be floating-point, got {dtype!r}.")
     allowed = attention_mask(mask, jnp.bool_)
     return jnp.where(allowed, jnp.zeros((), dtype), jnp.asarray(masked_value, dtype))
@@ -94,7 +94,10 @@ def packed_cu_seqlens(mask: "MaskInfo", max_segments: int) -> tuple[jax.Array, j
 
 def blocks(mask: "MaskInfo", block_q: int, block_k: int) -> BlockMap:
     """The block map of the mask."""
-    sizes = (block_q, block_k)
+    sizes = (
+        static_integer("MaskInfo.block_map: block_q", block_q, 1),
+        static_integer("MaskInfo.block_map: block_k", block_k, 1),
+    )
     return cached(
         mask, ("block_map", sizes), lambda: _block_map(mask.rule, mask.q_len, mask.kv_len, *sizes)
     )

@@ -5,7 +5,8 @@ one, so that no reading of the documentation makes it legal.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +27,10 @@ class Illegal(NamedTuple):
 
     def run(self) -> Any:
         return getattr(ejkernel, self.operation)(**self.arguments)
+
+    def said_by(self) -> tuple[str, ...]:
+        """How a sentence of ours may begin."""
+        return (f"{self.operation}: ", "MaskInfo", "Executor")
 
 
 # What an argument that is no array may not be, by its name.
@@ -194,19 +199,37 @@ def every(index: int) -> list[Illegal]:
     """All ways in which call `index` is spoiled."""
     choices = choices_of(SEED, index)
     operation, given = choices.operation, choices.values()
-    found: list[Illegal] = []
-    sources: tuple[Callable[[], Iterator[tuple[str, Any, str]]], ...] = (
-        lambda: _spoiled_arrays(operation, given),
-        lambda: _spoiled_shapes(operation, given),
-        lambda: _spoiled_values(given),
-        lambda: _spoiled_options(operation),
+    sources: tuple[Iterator[tuple[str, Any, str]], ...] = (
+        _spoiled_arrays(operation, given),
+        _spoiled_shapes(operation, given),
+        _spoiled_values(given),
+        _spoiled_options(operation),
     )
-    for source in sources:
-        for name, value, why in source():
-            arguments = {k: v for k, v in given.items() if k not in _ALONE.get(name, ())}
-            arguments |= {**_NEEDS.get(name, {}), name: value}
-            found.append(Illegal(operation, arguments, f"{name}: {why}"))
+    return [_spoiled(operation, given, spoil) for source in sources for spoil in source]
+
+
+def pairs(index: int, count: int) -> list[Illegal]:
+    """Call `index`, spoiled in two arguments; the first is illegal whatever the second is."""
+    choices = choices_of(SEED, index)
+    operation, given = choices.operation, choices.values()
+    kinds = [*_spoiled_arrays(operation, given), *_spoiled_options(operation)]
+    others = [*kinds, *_spoiled_shapes(operation, given), *_spoiled_values(given)]
+    chance, found = random.Random(index), []
+    while len(found) < count:
+        first, second = chance.choice(kinds), chance.choice(others)
+        if first[0] != second[0]:
+            found.append(_spoiled(operation, given, first, second))
     return found
+
+
+def _spoiled(operation: str, given: dict[str, Any], *spoils: tuple[str, Any, str]) -> Illegal:
+    """The call with these arguments in place of its own."""
+    arguments = dict(given)
+    for name, _, _ in spoils:
+        arguments = {k: v for k, v in arguments.items() if k not in _ALONE.get(name, ())}
+        arguments |= _NEEDS.get(name, {})
+    arguments |= {name: value for name, value, _ in spoils}
+    return Illegal(operation, arguments, ", ".join(f"{name}: {why}" for name, _, why in spoils))
 
 
 def complaint(call: Illegal) -> str | None:
@@ -219,7 +242,7 @@ def complaint(call: Illegal) -> str | None:
         text = str(error)
         frames = inspect.getinnerframes(error.__traceback__) if error.__traceback__ else []
         raised = frames[-1].filename if frames else ""
-        if not text.startswith((f"{call.operation}: ", "MaskInfo", "Executor")):
+        if not text.startswith(call.said_by()):
             return f"{type(error).__name__} in other words: {text[:150]!r} ({raised})"
         if "\n" in text or len(text) > 400:
             return f"more than a sentence: {text[:300]!r}"
