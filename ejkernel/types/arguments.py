@@ -59,7 +59,9 @@ def flag(where: str, value: object) -> bool:
 
 
 def known_dtype(where: str, value: object) -> np.dtype:
-    """A dtype."""
+    """A dtype; Python's types stand for the dtypes that JAX gives to Python's numbers."""
+    if isinstance(value, type) and value in (bool, int, float, complex):
+        return jnp.result_type(value)
     try:
         return jnp.dtype(value)  # pyright: ignore[reportCallIssue, reportArgumentType]
     except TypeError:
