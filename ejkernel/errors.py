@@ -1,4 +1,4 @@
-"""The exceptions that are ours; a wrong call is a plain `ValueError`."""
+"""The exceptions and warnings of ejkernel; a wrong call is a plain `ValueError` or `TypeError`."""
 
 
 class UnsupportedError(NotImplementedError):
@@ -6,7 +6,7 @@ class UnsupportedError(NotImplementedError):
 
 
 class CacheWarning(UserWarning):
-    """A cache file could not be read or written; the call went on without it."""
+    """A cache file or a stored configuration could not be used; the call went on without it."""
 
 
 class PerformanceWarning(UserWarning):
@@ -14,4 +14,4 @@ class PerformanceWarning(UserWarning):
 
 
 class TuningWarning(UserWarning):
-    """A candidate configuration failed or disagreed and was dropped."""
+    """A candidate configuration was dropped, or a call could not be measured."""

@@ -19,6 +19,16 @@ import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+_NAMES = (
+    "autotune_policy",
+    "autotune_progress",
+    "cache_dir",
+    "deterministic",
+    "interpret",
+    "mask_debug",
+    "record",
+)
+
 _OVERRIDES: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar(
     "overrides", default=types.MappingProxyType({})
 )
@@ -41,12 +51,14 @@ def _flag(name: str) -> bool | None:
 @contextlib.contextmanager
 def override(**values: str | bool | os.PathLike) -> Iterator[None]:
     """Set settings for a block: `with settings.override(interpret=True): ...`."""
+    if unknown := [name for name in values if name not in _NAMES]:
+        raise ValueError(
+            f"settings: unknown setting {', '.join(unknown)}; there are {', '.join(_NAMES)}."
+        )
     named = {
         f"EJKERNEL_{name.upper()}": str(int(value)) if isinstance(value, bool) else str(value)
         for name, value in values.items()
     }
-    if unknown := [name for name in named if name not in (__doc__ or "")]:
-        raise ValueError(f"settings: unknown setting {', '.join(unknown)}.")
     token = _OVERRIDES.set({**_OVERRIDES.get(), **named})
     try:
         yield

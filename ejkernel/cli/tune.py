@@ -428,8 +428,8 @@ def _conclude(
             console.print(f"  {path}", soft_wrap=True, highlight=False)
     if paths and not ship:
         console.print(
-            "Calls of these shapes use them from now on. To see them, open the file or run "
-            "`ejkernel info`; to remove them, delete the file.",
+            "Calls of these shapes use them from now on. To see or remove them, open or delete the "
+            "file; `ejkernel info` counts them.",
             highlight=False,
         )
     if failed:

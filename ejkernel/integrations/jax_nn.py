@@ -72,7 +72,7 @@ def dot_product_attention(
     return_residual: bool = False,
     platform: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """`jax.nn.dot_product_attention` in linear memory, by the fastest kernel for the device.
+    """`jax.nn.dot_product_attention` in linear memory, computed by `flash_attention`.
 
     Arguments and results are those of `jax.nn.dot_product_attention`, with one difference: a row
     that sees no key gives 0 and a residual of -inf, where JAX gives the mean of all values.

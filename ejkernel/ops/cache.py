@@ -1,4 +1,4 @@
-"""Configurations in memory: what has been chosen, and what a caller lays over it for a while."""
+"""Configurations in memory: the cache of a process, and overlays for a block of code."""
 
 import contextlib
 import contextvars
@@ -116,10 +116,10 @@ def overlay_cache(mapping: Mapping[Any, object]) -> Iterator[None]:
 
 
 def current_overlay(key: Hashable) -> Any:
-    """The configuration laid over this key, or None."""
+    """The configuration that an overlay has for this key, or None."""
     return _OVERLAY.get().entries.get(key)
 
 
 def overlay_state() -> Hashable:
-    """Equal exactly where the same configurations are laid over: for keys of what is remembered."""
+    """Equal for equal overlays; part of the keys of compiled calls."""
     return _OVERLAY.get().state

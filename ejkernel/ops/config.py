@@ -1,4 +1,4 @@
-"""Configurations: how an implementation cuts its work, as frozen values that travel as JSON."""
+"""Configurations: how an implementation cuts its work, as frozen values that are stored as JSON."""
 
 import dataclasses
 import json
@@ -133,7 +133,8 @@ class BwdParams(_Params):
     Args:
         q_blocksize: queries of a tile, of the kernel of dK and dV where dQ has one of its own; read
             by XLA, Triton, Mosaic GPU and Mosaic TPU.
-        kv_blocksize: keys of the same tile; read by the same.
+        kv_blocksize: keys of the same tile; read by XLA, Triton and Mosaic TPU. Mosaic GPU reads it
+            as keys of a tile of the kernel of dQ.
         blocksize_m: queries of a tile of the kernel of dQ; read by Triton.
         blocksize_n: keys of a tile of the kernel of dQ; read by Triton.
         blocksize_k: read by nothing; part of the interface of the original package.

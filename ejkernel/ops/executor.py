@@ -127,7 +127,10 @@ class Executor:
                 kernel(*args, **kwargs)
         except CapturedCall as captured:
             return captured.invocation
-        raise ValueError(f"{kernel!r} made no call.")
+        raise ValueError(
+            f"{kernel!r} called no operation with these arguments; arrays without elements make no "
+            "call."
+        )
 
     def choose_config(
         self, kernel: Runnable, *args: object, cfg: object = None, **kwargs: object
@@ -157,7 +160,8 @@ class Executor:
             given, structure = jax.tree.flatten((call_args, call_kwargs))
             if structure != treedef:
                 raise ValueError(
-                    "Executor.compile: the call differs in structure from the example."
+                    "Executor.compile: the call differs in structure from the example; compile "
+                    "again for these arguments."
                 )
             for is_dynamic, x, expected in zip(is_array, given, leaves, strict=True):
                 if not is_dynamic and (_is_array(x) or not _is_same(x, expected)):
@@ -230,7 +234,10 @@ class Executor:
         self, op: Op, spec: CallSpec, request: Request, device: Device, inputs: CallInputs
     ) -> Any:
         if request.mesh is not None or request.axis_name is not None:
-            raise UnsupportedError(f"{op.name}: symbolic sizes cannot be split over a mesh.")
+            raise UnsupportedError(
+                f"{op.name}: symbolic sizes cannot be split over a mesh; export with fixed sizes, "
+                "or without mesh=, in_specs= and axis_name=."
+            )
         platform = _wanted_platform(request)
         request = dataclasses.replace(request, platform=Platform.XLA.value)
         by_xla = functools.partial(self._apply, op, spec, request, device, None)

@@ -207,12 +207,14 @@ class Op:
         shardable: letters of the axes that a mesh may split.
         sequence: letters of the axes that `axis_name=` splits.
         over_axis: `over_axis(run, inputs, spec, axis_name)` gives the outputs of one device, which
-            has its shares of these axes; `run(inputs)` is a call on one device. None: the
+            has its shards of these axes; `run(inputs)` is a call on one device. None: the
             implementations exchange what they need.
-        unsplittable: `unsplittable(inputs)` gives those of them that this call cannot split.
+        unsplittable: `unsplittable(inputs)` gives the letters of `shardable` that this call cannot
+            split.
         share: `share(inputs, starts)` gives the inputs of one device, which knows by letter the
-            index at which its share begins.
-        contracted: those of them that no output has: the results of the shards are summed.
+            index at which its shard begins.
+        contracted: letters of `shardable` that no output has; the results of the shards are
+            summed.
         partial_spec: `partial_spec(inputs, spec, letters)` gives the static arguments with which
             shards compute results that are summed over these letters: wide enough for a sum.
         replicated: fields of `Inputs` that a mesh splits along batch and heads only.

@@ -16,7 +16,7 @@ _OVERRIDES: contextvars.ContextVar[tuple[tuple[int, "AutotunePolicy"], ...]] = (
 
 @dataclasses.dataclass(frozen=True)
 class AutotunePolicy:
-    """Whether an unknown call is measured, guessed, or refused.
+    """Whether an unknown call is measured, runs with the heuristic, or is refused.
 
     `cache_miss_fallback` says what is tried first; what is not allowed is not tried at all.
     """
@@ -46,7 +46,7 @@ class HasPolicy(Protocol):
 
 
 _MEASURE = AutotunePolicy()
-_GUESS = AutotunePolicy(allow_autotune=False, cache_miss_fallback="heuristics")
+_HEURISTIC = AutotunePolicy(allow_autotune=False, cache_miss_fallback="heuristics")
 
 
 def effective(selector: HasPolicy, device: Device) -> AutotunePolicy:
@@ -59,7 +59,7 @@ def effective(selector: HasPolicy, device: Device) -> AutotunePolicy:
     wanted = settings.autotune_policy()
     if wanted is None:
         wanted = "heuristics" if device.platform == "cpu" else "autotune"
-    return _MEASURE if wanted == "autotune" else _GUESS
+    return _MEASURE if wanted == "autotune" else _HEURISTIC
 
 
 def state() -> tuple[Hashable, ...]:

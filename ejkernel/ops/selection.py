@@ -113,7 +113,7 @@ class ConfigSelectorChain:
         if len(set(asked)) > 1:
             raise ValueError(
                 f"{inv.op.name}: platform={inv.platform!r} and cfg.platform={cfg.platform!r} "
-                "differ."
+                "differ; give one of them, or the same in both."
             )
         if cfg.backend not in ("any", inv.device.platform):
             supported, _ = inv.op.supporting(inv.direction, inv.inputs, inv.spec, inv.device, None)
@@ -145,7 +145,7 @@ class ConfigSelectorChain:
         return None
 
     def _found(self, inv: Invocation, supported: Supported) -> Choice:
-        """Measure, or guess, as the policy says."""
+        """By measuring, or the heuristic, as the policy says."""
         policy = policies.effective(self, inv.device)
         if policy.tunes and (choice := self._measured(inv, supported)):
             return choice
@@ -153,7 +153,8 @@ class ConfigSelectorChain:
             self.emit("error", key=inv.key)
             raise RuntimeError(
                 f"{inv.op.name}: no configuration is known for this call and the policy allows "
-                "neither measuring nor guessing one."
+                "neither measuring nor the heuristic: pass cfg=, tune the call with "
+                "ejkernel.autotune, or allow one of them in AutotunePolicy."
             )
         source, chosen = supported[0]
         params = chosen.guess(inv.inputs, inv.spec, inv.device, _deterministic(inv))

@@ -306,8 +306,8 @@ def _regroup(
         over = bound.get(many, ())
         if bound.get(few, ()) not in ((), over):
             raise ValueError(
-                f"{op.name}: axis {few!r} must be split as {many!r}, over {over or None}, "
-                f"got {bound[few]}."
+                f"{op.name}: axis {few!r} (key heads) must be split as {many!r} (query heads), "
+                f"over {over or None}, got {bound[few]}."
             )
         shards = _size(mesh, over)
         too_few = sizes[few] % shards and sizes[many] % shards == 0

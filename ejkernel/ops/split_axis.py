@@ -101,7 +101,10 @@ def resolve(
     size = mesh.shape[axis_name]
     if any(length % size for length in lengths.values()):
         counts = " and ".join(f"{length} {name}" for name, length in lengths.items())
-        raise ValueError(f"{op}: {counts} do not divide over the {size} devices of {axis_name!r}.")
+        raise ValueError(
+            f"{op}: {counts} do not divide over the {size} devices of {axis_name!r}; pad them to a "
+            "multiple."
+        )
     if types is not None:
         return _by_types(op, axis_name, arrays, specs, mesh, types)
     if in_specs is None:

@@ -47,7 +47,10 @@ def run(
     if all(_known(x.shape[1:] if row else x.shape) for x, row in zip(leaves, rows, strict=True)):
         return _row_by_row(by_xla, leaves, rows, treedef)
     if op.reference is None:
-        raise UnsupportedError(f"{op.name}: a user's kernel does not support symbolic sizes.")
+        raise UnsupportedError(
+            f"{op.name}: a user's kernel does not support these symbolic sizes; export with fixed "
+            "sizes."
+        )
     return _by_definition(op, inputs, spec, by_xla)
 
 

@@ -82,8 +82,8 @@ def dispatch(
     of earlier devices come first, each device's in its own order. `combine` is the way back, and
     the gradient of `dispatch`.
 
-    Between a TPU's or a GPU's devices rows travel by `jax.lax.ragged_all_to_all`: what is sent are
-    the rows that change device. Elsewhere an `all_to_all` sends `capacity` rows from each device to
+    Between a TPU's or a GPU's devices rows are exchanged by `jax.lax.ragged_all_to_all`: only rows
+    that change device are sent. Elsewhere an `all_to_all` sends `capacity` rows from each device to
     each other, whether in use or not.
 
     Args:
@@ -93,10 +93,10 @@ def dispatch(
             `[0, experts)` has no expert: it is not sent, and comes back as zeros.
         axis_name: the mesh axis over which experts are split, or several axes as a tuple.
         experts: the number of experts of all devices, a multiple of the size of the axis.
-        capacity: the most rows that one device sends to one other (or keeps for itself). Of the
-            rows for a device, the first `capacity` in the order of `rows` are sent. The rest is
-            dropped: `plan.dropped` says how many, and they come back as zeros. By default all
-            rows of a device, so that nothing is ever dropped.
+        capacity: the maximum number of rows that a device sends to any one device, itself
+            included. Of the rows for a device, the first `capacity` in the order of `rows` are
+            sent. The rest is dropped: `plan.dropped` says how many, and they come back as zeros.
+            By default all rows of a device, so that nothing is ever dropped.
 
     Returns:
         `(rows, group_sizes, plan)`: the rows `[devices * capacity, ...]` of this device's experts,
@@ -139,7 +139,7 @@ def dispatch(
 
 
 def combine(rows: ArrayLike, plan: ExpertPlan) -> jax.Array:
-    """Bring the results of the experts home; the inverse of `dispatch`, and its gradient.
+    """Send results back to the devices of their rows: the inverse of `dispatch`, and its gradient.
 
     Args:
         rows: `[devices * capacity, ...]`, a result for each row that `dispatch` returned, in its
@@ -191,7 +191,7 @@ def _fetch(plan: ExpertPlan, rows: jax.Array) -> jax.Array:
     if not plan.exchange.ragged:
         leaving, arriving = _slots(plan)
         return _through_slots(plan, rows, arriving, leaving, plan.order.size)
-    return _pick(_ragged(plan, rows, _homeward(plan), plan.order.size), plan.rank)
+    return _pick(_ragged(plan, rows, _back(plan), plan.order.size), plan.rank)
 
 
 _send.defvjp(
@@ -284,7 +284,7 @@ def _outward(plan: ExpertPlan) -> _Slices:
     )
 
 
-def _homeward(plan: ExpertPlan) -> _Slices:
+def _back(plan: ExpertPlan) -> _Slices:
     """The same slices in the other direction."""
     return _Slices(
         _of_this_device(plan, _places(plan)).reshape(-1),

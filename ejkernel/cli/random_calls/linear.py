@@ -109,17 +109,17 @@ class Gated(Linear):
 class Lightning(Linear):
     """Lightning attention, by decay, by its logarithm or by the layer."""
 
-    pace: str | None = one_of(None, "layer", "decay", "g_gamma")
-    pace_per: str = one_of("number", "k", "bk")
-    pace_strength: str = one_of(*_STRENGTHS)
+    decay_from: str | None = one_of(None, "layer", "decay", "g_gamma")
+    decay_per: str = one_of("number", "k", "bk")
+    decay_strength: str = one_of(*_STRENGTHS)
 
     def arguments(self) -> dict[str, str]:
         given = super().arguments()
-        if self.pace == "layer":
+        if self.decay_from == "layer":
             given |= {"layer_idx": "2", "num_layers": "5"}
-        elif self.pace == "g_gamma":
-            given["g_gamma"] = str(self.per_head(self.pace_per, 5, self.pace_strength))
-        elif self.pace == "decay":
-            strength = self.pace_strength if self.pace_strength == "none" else "mild"
-            given["decay"] = f"np.exp({self.per_head(self.pace_per, 5, strength)})"
+        elif self.decay_from == "g_gamma":
+            given["g_gamma"] = str(self.per_head(self.decay_per, 5, self.decay_strength))
+        elif self.decay_from == "decay":
+            strength = self.decay_strength if self.decay_strength == "none" else "mild"
+            given["decay"] = f"np.exp({self.per_head(self.decay_per, 5, strength)})"
         return given

@@ -72,7 +72,7 @@ def blocksparse_attention(
     With `axis_name` the sequences are split over a mesh axis, and positions and masks are those of
     the whole sequences. Keys and values are gathered on every device; `ring_attention` is for
     sequences whose keys do not fit. Called in a `shard_map` over `axis_name`, query, key and value
-    are this device's share: device `i` holds positions `[i * length, (i + 1) * length)`. Elsewhere
+    are this device's shard: device `i` holds positions `[i * length, (i + 1) * length)`. Elsewhere
     they are whole, and are split over the axis of `mesh=`, of `jax.set_mesh`, or of a surrounding
     `with mesh:`.
 

@@ -98,8 +98,8 @@ def gla_attention(
         state[t] = exp(gate[t] + g_gamma) * state[t - 1] + key[t] value[t]^T
         output[t] = softmax_scale * query[t]^T state[t]
 
-    with a state `[head_dim, value_dim]` for each key head, whose rows fade by `exp(gate[t])` and
-    all of which fades by `exp(g_gamma)`. Both are logarithms of decays: 0 keeps, -inf forgets, and
+    with a state `[head_dim, value_dim]` for each key head, whose rows decay by `exp(gate[t])` and
+    all of which decays by `exp(g_gamma)`. Both are logarithms of decays: 0 keeps, -inf forgets, and
     above 0 the state grows. Query head `i` uses key head `i // (heads // kv_heads)`. Time and
     memory are linear in the length.
 
@@ -120,7 +120,7 @@ def gla_attention(
         reverse: run from the last token to the first.
         return_state: also return the state after the last token (with `reverse`: the first).
         axis_name: the mesh axis over which the sequence is split. In a `shard_map` over it, arrays
-            of tokens are this device's share, and `cu_seqlens` are those of the whole sequences.
+            of tokens are this device's shard, and `cu_seqlens` are those of the whole sequences.
             Elsewhere all are whole, and it is an axis of `mesh`, `jax.set_mesh` or `with mesh:`.
         platform: "xla", "pallas", "triton", or None for the best that supports the call.
         cfg: blocks and launch parameters; by default chosen for the call.
@@ -310,7 +310,7 @@ def _batched(x: jax.Array, bare: bool) -> jax.Array:
 
 
 def _canonical(request: Request, packed: bool, bare: bool) -> Request:
-    """The request with specs for arrays as they travel: a batch of tokens, states by sequence."""
+    """The request with specs for the arrays of a shard: a batch of tokens, states by sequence."""
     into: Any = request.in_specs
     out: Any = request.out_specs
     several = isinstance(out, tuple) and not isinstance(out, PartitionSpec)

@@ -94,7 +94,7 @@ def lightning_attention(
         state[t] = decay * state[t - 1] + key[t] value[t]^T
         output[t] = softmax_scale * query[t]^T state[t]
 
-    The pace is given as `decay`, as its logarithm `g_gamma`, or by the layer: key head `i` of `k`
+    The decay is given as `decay`, as its logarithm `g_gamma`, or by the layer: key head `i` of `k`
     in layer `layer_idx` of `num_layers` has
 
         log(decay) = -8 / k * (1 - layer_idx / num_layers) * i
@@ -106,7 +106,7 @@ def lightning_attention(
             without the batch.
         key: `[batch, length, kv_heads, head_dim]`; `heads` is a multiple of `kv_heads`.
         value: `[batch, length, kv_heads, value_dim]`.
-        decay: the factor in (0, 1] by which a state fades from token to token: a number,
+        decay: the factor in (0, 1] by which a state decays from token to token: a number,
             `[kv_heads]` or `[batch, kv_heads]`.
         initial_state: the state before the first token, `[batch, kv_heads, head_dim, value_dim]`
             (packed: `[sequences, ...]`); by default 0.
@@ -119,7 +119,7 @@ def lightning_attention(
         reverse: run from the last token to the first.
         return_state: also return the state after the last token (with `reverse`: the first).
         axis_name: the mesh axis over which the sequence is split. In a `shard_map` over it, arrays
-            of tokens are this device's share, and `cu_seqlens` are those of the whole sequences.
+            of tokens are this device's shard, and `cu_seqlens` are those of the whole sequences.
             Elsewhere all are whole, and it is an axis of `mesh`, `jax.set_mesh` or `with mesh:`.
         platform: "xla", "pallas", "triton", or None for the best that supports the call.
         cfg: blocks and launch parameters; by default chosen for the call.
@@ -192,7 +192,7 @@ def _logarithm(decay: ArrayLike) -> jax.Array:
 
 
 def _of_layer(layer: int | ArrayLike | None, layers: int | None, heads: int) -> jax.Array:
-    """The pace of each head in a layer."""
+    """The log decay of each head in a layer."""
     if layer is None:
         layer, layers = 0, 1
     elif layers is None:

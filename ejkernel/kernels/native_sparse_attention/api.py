@@ -123,7 +123,7 @@ def native_sparse_attention(
 
     With `axis_name` the sequences are split over a mesh axis; blocks and `cu_seqlens` count the
     tokens of the whole row. Keys and values are gathered on every device, and only XLA supports it.
-    Called in a `shard_map` over `axis_name`, all other arrays are this device's share: device `i`
+    Called in a `shard_map` over `axis_name`, all other arrays are this device's shard: device `i`
     holds positions `[i * length, (i + 1) * length)`. Elsewhere they are whole, and are split over
     the axis of `mesh=`, of `jax.set_mesh`, or of a surrounding `with mesh:`.
 

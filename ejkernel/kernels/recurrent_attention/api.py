@@ -38,9 +38,9 @@ def recurrent_attention(
         state[t] = exp(gate[t] + g_gamma) * state[t - 1] * exp(gv[t]) + key[t] value[t]^T
         output[t] = softmax_scale * query[t]^T state[t]
 
-    with a state `[head_dim, value_dim]` for each key head: `gate` fades its rows, `gv` its columns,
-    `g_gamma` all of it. All are logarithms of decays. A sequence that is fed in parts, each with
-    the state that the one before gave back, gives what it gives in one piece.
+    with a state `[head_dim, value_dim]` for each key head: `gate` decays its rows, `gv` its
+    columns, `g_gamma` all of it. All are logarithms of decays. A sequence that is fed in parts,
+    each with the state that the one before gave back, gives what it gives in one piece.
 
     Args:
         query: `[batch, length, heads, head_dim]`; all arrays and results of a call may also come
@@ -59,7 +59,7 @@ def recurrent_attention(
         softmax_scale: by default `head_dim ** -0.5`.
         reverse: run from the last token to the first.
         axis_name: the mesh axis over which the sequence is split. In a `shard_map` over it, arrays
-            of tokens are this device's share, and `cu_seqlens` are those of the whole sequences.
+            of tokens are this device's shard, and `cu_seqlens` are those of the whole sequences.
             Elsewhere all are whole, and it is an axis of `mesh`, `jax.set_mesh` or `with mesh:`.
         platform: "xla", "pallas", "triton", or None for the best that supports the call.
         cfg: blocks and launch parameters; by default chosen for the call.

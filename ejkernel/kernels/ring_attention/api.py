@@ -64,12 +64,12 @@ def ring_attention(
     that the mask makes useless is neither computed nor sent. There are two forms without a ring;
     `method` says which.
 
-    Called in a `shard_map` over `axis_name`, arrays are this device's share. Elsewhere they are
+    Called in a `shard_map` over `axis_name`, arrays are this device's shard. Elsewhere they are
     whole, and are split over the axis of `mesh=`, of `jax.set_mesh`, or of a surrounding
     `with mesh:`. Without a mesh or an `axis_name` the ring has one device: XLA then gathers arrays
     that are split over automatic axes.
 
-    Which tokens a share holds is said by `placement`: query, key, value and output are in the order
+    Which tokens a shard holds is said by `placement`: query, key, value and output are in the order
     of `ejkernel.parallel.permute_sequence`. Masks count the positions that the tokens had before.
 
     Args:
@@ -82,7 +82,7 @@ def ring_attention(
         softmax_aux: attention sinks, `[sinks]` for all heads or `[heads, sinks]`.
         axis_name: the mesh axis of the ring.
         mask_info: a `MaskInfo` of the whole sequences, in the order of positions; in a `shard_map`
-            segment ids of this device's share will also do.
+            segment ids of this device's shard will also do.
         attention_mask: True where a key may be seen, of the whole sequences in the order of
             positions: `[batch, keys]`, `[batch, queries, keys]` or
             `[batch, heads, queries, keys]`.
@@ -217,7 +217,7 @@ def _dropout(probability: Any, seed: Any, whole: Extent) -> Dropout | None:
 
 
 def _whole_mask(mask_info: Any, whole: Extent, split: SplitAxis, placement: Placement) -> Any:
-    """A mask of the whole sequences; segment ids of one share are collected from the ring."""
+    """A mask of the whole sequences; segment ids of one shard are collected from the ring."""
     name, shards = split.name, split.shards
     if not split.given_shares or shards == 1 or not isinstance(mask_info, MaskInfo):
         return mask_info
@@ -231,7 +231,7 @@ def _whole_mask(mask_info: Any, whole: Extent, split: SplitAxis, placement: Plac
     parts = mask_info.rule.rules if isinstance(mask_info.rule, And) else (mask_info.rule,)
     if not all(isinstance(part, Segments | TokenTypes | Everything) for part in parts):
         raise ValueError(
-            "ring_attention: a mask_info of one device's share may hold segment ids and token "
+            "ring_attention: a mask_info of one device's shard may hold segment ids and token "
             "types only; say the rest by arguments, or pass a MaskInfo of the whole sequences."
         )
     rule = jax.tree.map(gather, mask_info.rule)

@@ -5,7 +5,7 @@ same in float32 for their gradients, a device sends
 
 | method | forward | backward |
 |---|---|---|
-| `ring` | `k` in each hop but the last | `k + g` in each hop but the last, `g` home |
+| `ring` | `k` in each hop but the last | `k + g` in each hop but the last, `g` to the owner |
 | `all_gather` | `(n - 1) k` | `(n - 1) (k + g)` |
 | `all_to_all` | `(n - 1) / n (q + k)` | `(n - 1) / n (2 q + 2 k)` |
 

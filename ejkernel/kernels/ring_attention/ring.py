@@ -132,7 +132,7 @@ class Ring(NamedTuple):
 
     @property
     def hops(self) -> tuple[Hop, ...]:
-        """The hops to make; the first is the one at home."""
+        """The hops to make; the first attends to the device's own keys."""
         if self.size == 1:
             return (Hop(0, True),)
         return self.spec.hops or tuple(Hop(i, False) for i in range(self.size))

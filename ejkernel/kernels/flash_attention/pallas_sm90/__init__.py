@@ -77,7 +77,7 @@ def why_not(inputs: Inputs, spec: Spec, device: Device) -> str | None:
     if not spec.softmax_scale > 0:
         return f"needs a positive softmax_scale, got {spec.softmax_scale}"
     if inputs.dropout is not None and inputs.dropout.of_shares:
-        return "drops weights by index, not by the positions of a share of a sequence"
+        return "drops weights by index, not by the positions of a shard of a sequence"
     return mask_operands.why_not(inputs.mask or Everything())
 
 
