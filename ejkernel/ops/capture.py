@@ -18,6 +18,14 @@ class CapturedCall(BaseException):
         self.invocation = invocation
 
 
+def several_devices(name: str) -> ValueError:
+    """The error for a call over a mesh, whose configuration is one for the arrays of a device."""
+    return ValueError(
+        f"{name}: the configuration of a call over a mesh is that of the arrays of one device: "
+        "give arrays of their shapes, without mesh=, in_specs= and out_specs=."
+    )
+
+
 class CallCapture:
     """Stands for an executor: raises the first call as a `CapturedCall`.
 
@@ -32,5 +40,7 @@ class CallCapture:
         """Raise the call; `request` is a `Request` of the executor."""
         if op.auxiliary:
             return self._run_auxiliary(op, inputs, spec, request)
+        if not (request.mesh is request.in_specs is request.out_specs is None):
+            raise several_devices(op.name)
         device = device_of(jax.tree.leaves(inputs))
         raise CapturedCall(Invocation(op, inputs, spec, device, request.platform))

@@ -4,6 +4,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import reprlib
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeAlias, TypeVar, overload
@@ -15,7 +16,7 @@ from jaxtyping import PyTree
 from ejkernel.errors import PerformanceWarning, UnsupportedError
 from ejkernel.ops import differentiable, recording, sharded, symbolic
 from ejkernel.ops.cache import ConfigCache
-from ejkernel.ops.capture import CallCapture, CapturedCall
+from ejkernel.ops.capture import CallCapture, CapturedCall, several_devices
 from ejkernel.ops.config import Config
 from ejkernel.ops.implementation import CallInputs, CallSpec, Choice, Op
 from ejkernel.ops.invocation import Invocation
@@ -25,12 +26,15 @@ from ejkernel.ops.meshes import surrounding_mesh
 from ejkernel.ops.persistent import PersistentCache
 from ejkernel.ops.platform import Device, Platform, device_of
 from ejkernel.ops.policy import policy_override
+from ejkernel.ops.registry import kernel_registry
 from ejkernel.ops.selection import ConfigSelectorChain, check_config
+from ejkernel.ops.table_file import StoredConfig
 
 P = ParamSpec("P")
 Out = TypeVar("Out")
 # A function or module of `ejkernel.modules`, or a user's kernel.
 Runnable: TypeAlias = Callable[..., Any] | Kernel[Any, Any]
+_SPECS = ("mesh", "in_specs", "out_specs")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,12 +86,10 @@ class Executor:
         if not isinstance(kernel, Kernel):
             with use(self):
                 return kernel(*args, **kwargs)
-        request = Request(
-            **{name: kwargs.pop(name, None) for name in ("cfg", "mesh", "in_specs", "out_specs")}
-        )
-        op, arrays, call = kernel.bind(args, kwargs)
+        request = _request_of(kernel, kwargs)
         if request.mesh is not None:
             return self._over_mesh(kernel, args, kwargs, request)
+        op, arrays, call = kernel.bind(args, kwargs)
         return self.run(op, arrays, call, request)
 
     def run(self, op: Op, inputs: CallInputs, spec: CallSpec, request: Request) -> Any:
@@ -99,27 +101,31 @@ class Executor:
         key = (
             op,
             op.revision,
+            kernel_registry.registrations,
             treedef,
             spec,
             request,
             device,
             self.chooser.state(),
+            recording.state(),
             *[(x.shape, x.dtype) for x in leaves],
         )
         compiled = self._compiled.get(key)
         if compiled is None:
             compiled = self._compile(op, inputs, spec, request, device)
             self._compiled.put(key, compiled)
-        elif self.chooser.on_event is not None or recording.active():
-            # An `on_event` callback or recorder is active: repeat the selection so that it is
-            # notified.
-            self._choose(Invocation(op, inputs, spec, device, request.platform), request)
+        elif self.chooser.on_event is not None and _is_chosen_before_tracing(op, leaves, request):
+            # Repeat the selection, so that the callback is notified.
+            self.chooser.choose(
+                Invocation(op, inputs, spec, device, request.platform), request.cfg
+            )
         return compiled(*leaves)
 
     def invocation(self, kernel: Runnable, *args: object, **kwargs: object) -> Invocation:
         """The call that `executor(kernel, ...)` would make; caches know it by its `key`."""
         if isinstance(kernel, Kernel):
-            kwargs.pop("cfg", None)
+            if _request_of(kernel, kwargs).mesh is not None:
+                raise several_devices(str(kernel.op_id))
             op, arrays, call = kernel.bind(args, kwargs)
             return Invocation(op, arrays, call, device_of(jax.tree.leaves(arrays)))
         try:
@@ -143,7 +149,7 @@ class Executor:
     ) -> Callable[..., Any]:
         """A jitted function of the arrays of this example call, its configuration chosen now."""
         example = (args, kwargs)
-        if cfg is None and isinstance(kernel, Kernel):
+        if cfg is None and isinstance(kernel, Kernel) and kwargs.keys().isdisjoint(_SPECS):
             cfg = self.choose_config(kernel, *args, **kwargs).params
         leaves, treedef = jax.tree.flatten(example)
         is_array = list(map(_is_array, leaves))
@@ -178,10 +184,9 @@ class Executor:
     ) -> Callable[..., Any]:
         _check_platform(op, request.platform)
         treedef = jax.tree.structure(inputs)
-        mesh = request.mesh
-        if symbolic.has_symbolic_sizes(jax.tree.leaves(inputs)):
+        if symbolic.has_symbolic_sizes(leaves := jax.tree.leaves(inputs)):
             run = functools.partial(self._symbolic, op, spec, request, device)
-        elif mesh is None and (request.axis_name is None or op.over_axis is None):
+        elif _is_chosen_before_tracing(op, leaves, request):
             # Chosen out here, where integer arrays may still be concrete and errors are short.
             choice = self._choose(Invocation(op, inputs, spec, device, request.platform), request)
             run = functools.partial(self._apply, op, spec, request, device, choice)
@@ -362,6 +367,28 @@ class Executor:
         )(*args)
 
 
+def _request_of(kernel: Kernel[Any, Any], kwargs: dict[str, Any]) -> Request:
+    """How a user's kernel is to be run, taken out of the keyword arguments of the call."""
+    cfg = StoredConfig.of(kwargs.pop("cfg", None))
+    try:
+        hash(cfg)
+    except TypeError:
+        raise ValueError(
+            f"{kernel.op_id}: cfg must be hashable, or a dict of what JSON can hold, got "
+            f"{reprlib.repr(cfg)}."
+        ) from None
+    mesh, in_specs, out_specs = (kwargs.pop(name, None) for name in _SPECS)
+    if mesh is None and (in_specs is not None or out_specs is not None):
+        mesh = _mesh_around(str(kernel.op_id))
+    return Request(cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+def _is_chosen_before_tracing(op: Op, leaves: list[Any], request: Request) -> bool:
+    """Whether the arrays of a call are those of one device, of known sizes."""
+    on_one_device = request.mesh is None and (request.axis_name is None or op.over_axis is None)
+    return on_one_device and not symbolic.has_symbolic_sizes(leaves)
+
+
 def _is_array(x: object) -> bool:
     return hasattr(x, "dtype") and hasattr(x, "shape")
 
@@ -381,13 +408,15 @@ def _with_mesh(op: Op, leaves: list[Any], request: Request) -> Request:
         if (found := sharded.from_types(leaves)) is None:
             return request
         return dataclasses.replace(request, mesh=found[0], in_specs=found[1])
-    mesh = surrounding_mesh()
-    if mesh is None:
+    return dataclasses.replace(request, mesh=_mesh_around(op.name))
+
+
+def _mesh_around(name: str) -> Mesh | AbstractMesh:
+    if (mesh := surrounding_mesh()) is None:
         raise ValueError(
-            f"{op.name}: in_specs= and out_specs= need a mesh: mesh=, or jax.set_mesh around the "
-            "call."
+            f"{name}: in_specs= and out_specs= need a mesh: mesh=, or jax.set_mesh around the call."
         )
-    return dataclasses.replace(request, mesh=mesh)
+    return mesh
 
 
 def _over_devices(

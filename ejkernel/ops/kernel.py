@@ -1,5 +1,6 @@
 """A user's own kernel: a class whose methods become an op in the table."""
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -12,6 +13,7 @@ from jaxtyping import PyTree
 
 from ejkernel.ops.implementation import ALL_FEATURES, CallInputs, Implementation, Op, Pass, Source
 from ejkernel.ops.invocation import Invocation
+from ejkernel.ops.keys import without_addresses
 from ejkernel.ops.platform import Backend, Device, Platform
 from ejkernel.ops.registry import kernel_registry
 
@@ -19,6 +21,7 @@ Cfg = TypeVar("Cfg")
 Out = TypeVar("Out")
 
 _DYNAMIC = object()  # stands in the static part where an array goes
+_OWN_OP = "_own_op"  # the attribute with the op of an instance whose state cannot be hashed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +30,10 @@ class KernelCall:
 
     treedef: PyTreeDef
     statics: tuple[Hashable, ...]
+    exactly: Hashable = dataclasses.field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "exactly", _exactly(self.statics))
 
     def rebuild(self, arrays: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The args and kwargs of the call with these arrays."""
@@ -37,7 +44,7 @@ class KernelCall:
     def describe(self) -> list[Any]:
         """What of the call belongs to its key."""
         statics = ["array" if leaf is _DYNAMIC else repr(leaf) for leaf in self.statics]
-        return [str(self.treedef), statics]
+        return [without_addresses(text) for text in (str(self.treedef), *statics)]
 
 
 class Kernel(Generic[Cfg, Out]):
@@ -112,14 +119,15 @@ class Kernel(Generic[Cfg, Out]):
 
     def as_op(self) -> Op:
         """The op of this kernel; instances in the same state share it, and so what it compiled."""
+        state = {name: value for name, value in vars(self).items() if name != _OWN_OP}
         try:
-            return _op_of(type(self), tuple(sorted(vars(self).items())), _Held(self))
-        except TypeError:  # state that cannot be hashed: this instance is its own op
-            return self._own_op
-
-    @functools.cached_property
-    def _own_op(self) -> Op:
-        return _make_op(self)
+            return _op_of(type(self), _exactly(tuple(sorted(state.items()))), _Held(self))
+        except TypeError:  # state that cannot be hashed: this instance has an op of its own
+            known, op = vars(self).get(_OWN_OP, ({}, None))
+            if op is None or not _is_same_state(known, state):
+                op = _make_op(copy.copy(self))
+                vars(self)[_OWN_OP] = (state, op)
+            return op
 
 
 class _Held:
@@ -135,9 +143,24 @@ class _Held:
         return isinstance(other, _Held)
 
 
+def _exactly(value: Any) -> Hashable:
+    """What is equal for values that a program cannot tell apart: 2 is neither 2.0 nor True."""
+    if isinstance(value, tuple):
+        return (type(value), *map(_exactly, value))
+    if isinstance(value, float | complex):
+        return (type(value), repr(value))  # tells 0.0 from -0.0, and takes NaN for itself
+    return (type(value), value)
+
+
+def _is_same_state(known: dict[str, Any], state: dict[str, Any]) -> bool:
+    """Whether no attribute was set anew; that a list has changed in place is not seen."""
+    return known.keys() == state.keys() and all(known[name] is state[name] for name in known)
+
+
 @functools.lru_cache(maxsize=256)
-def _op_of(kind: type, state: tuple[tuple[str, Hashable], ...], held: _Held) -> Op:
-    return _make_op(held.kernel)
+def _op_of(kind: type, state: Hashable, held: _Held) -> Op:
+    # A copy: attributes that are set later make another op.
+    return _make_op(copy.copy(held.kernel))
 
 
 def _make_op(kernel: Kernel[Any, Any]) -> Op:

@@ -46,7 +46,16 @@ def describe(value: object) -> Any:
         return {"shape": list(value.shape), "dtype": str(value.dtype)}
     if callable(value) and hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
-    return re.sub(r" at 0x\w+", "", repr(value))  # an address is another in every process
+    return without_addresses(repr(value))
+
+
+def without_addresses(text: str) -> str:
+    """The text of a `repr` without addresses, which are others in every process.
+
+    >>> without_addresses("<function silu at 0x7f01>")
+    '<function silu>'
+    """
+    return re.sub(r" at 0x\w+", "", text)
 
 
 def stable_json(value: object) -> str:

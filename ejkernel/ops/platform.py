@@ -95,20 +95,37 @@ _TARGET: contextvars.ContextVar[Device | None] = contextvars.ContextVar("target"
 
 
 @contextlib.contextmanager
-def target_device(kind: str, cores: int | None = None) -> Iterator[None]:
+def target_device(
+    kind: str, cores: int | None = None, compute_capability: tuple[int, int] | None = None
+) -> Iterator[None]:
     """Choose implementations for a device that this machine need not have, for a block.
 
     For programs that are exported, or lowered for another machine.
 
     Args:
         kind: the name of the device, as `jax.Device.device_kind` has it.
-        cores: the number of its multiprocessors, for a GPU whose name is not known.
+        cores: the number of multiprocessors of a GPU; needed where its name is not known.
+        compute_capability: that of a GPU, such as `(8, 9)`; needed where its name is not known.
+
+    Raises:
+        ValueError: `cores` or `compute_capability` are given for a device that is no GPU.
 
     >>> from ejkernel.ops import target_device
     >>> with target_device("TPU v5e"):
     ...     pass
     """
-    token = _TARGET.set(_describe_abstract(kind, None, cores))
+    device = _describe_abstract(kind, None, None)
+    if cores is not None or compute_capability is not None:
+        if device.platform != "gpu":
+            raise ValueError(
+                "target_device: cores= and compute_capability= are for GPUs, got the kind "
+                f"{kind!r}."
+            )
+        device = device._replace(
+            multiprocessors=cores or device.multiprocessors,
+            compute_capability=compute_capability or device.compute_capability,
+        )
+    token = _TARGET.set(device)
     try:
         yield
     finally:
@@ -233,12 +250,13 @@ def _describe_abstract(kind: str, platform: str | None, cores: int | None) -> De
         if device.device_kind == kind:
             return describe(device)
     known = _known_gpu(kind)
+    backend = backend_of(platform)
     return Device(
-        platform=backend_of(platform),
+        platform=backend,
         kind=kind,
         compute_capability=known and known.compute_capability,
         fingerprint=f"{kind}|absent",
-        multiprocessors=known and (cores or known.multiprocessors),
+        multiprocessors=(cores or (known and known.multiprocessors)) if backend == "gpu" else None,
         shared_memory=known and known.shared_memory,
     )
 

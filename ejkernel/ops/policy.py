@@ -9,8 +9,10 @@ from typing import Literal, Protocol, runtime_checkable
 from ejkernel import settings
 from ejkernel.ops.platform import Device
 
-_OVERRIDES: contextvars.ContextVar[tuple[tuple[int, "AutotunePolicy"], ...]] = (
-    contextvars.ContextVar("policy_overrides", default=())
+_Updates = tuple[tuple[str, object], ...]
+# The selectors whose policies surrounding blocks change, and the fields; the innermost last.
+_OVERRIDES: contextvars.ContextVar[tuple[tuple[int, _Updates], ...]] = contextvars.ContextVar(
+    "policy_overrides", default=()
 )
 
 
@@ -35,7 +37,9 @@ class AutotunePolicy:
     @property
     def tunes(self) -> bool:
         """Whether an unknown call is measured first."""
-        return self.allow_autotune and self.cache_miss_fallback == "autotune"
+        return self.allow_autotune and (
+            self.cache_miss_fallback == "autotune" or not self.allow_heuristics
+        )
 
 
 @runtime_checkable
@@ -46,16 +50,19 @@ class HasPolicy(Protocol):
 
 
 _MEASURE = AutotunePolicy()
-_HEURISTIC = AutotunePolicy(allow_autotune=False, cache_miss_fallback="heuristics")
+_HEURISTIC = AutotunePolicy(allow_autotune=False)
 
 
 def effective(selector: HasPolicy, device: Device) -> AutotunePolicy:
-    """The policy in force: override, the selector's own, the environment's, the device's."""
-    for owner, policy in reversed(_OVERRIDES.get()):
+    """The selector's own policy, the environment's or the device's, with the overrides on top."""
+    policy = _default(device) if selector.policy is None else selector.policy
+    for owner, updates in _OVERRIDES.get():
         if owner == id(selector):
-            return policy
-    if selector.policy is not None:
-        return selector.policy
+            policy = dataclasses.replace(policy, **dict(updates))
+    return policy
+
+
+def _default(device: Device) -> AutotunePolicy:
     wanted = settings.autotune_policy()
     if wanted is None:
         wanted = "heuristics" if device.platform == "cpu" else "autotune"
@@ -69,15 +76,15 @@ def state() -> tuple[Hashable, ...]:
 
 @contextlib.contextmanager
 def policy_override(selector: HasPolicy, **updates: object) -> Iterator[None]:
-    """Change fields of `selector`'s policy for a block.
+    """Change fields of `selector`'s policy for a block; the others stay as they are.
 
     >>> from ejkernel.ops import ConfigCache, ConfigSelectorChain, policy_override
     >>> chain = ConfigSelectorChain(cache=ConfigCache())
     >>> with policy_override(chain, allow_autotune=False):
     ...     pass
     """
-    policy = dataclasses.replace(selector.policy or AutotunePolicy(), **updates)
-    token = _OVERRIDES.set((*_OVERRIDES.get(), (id(selector), policy)))
+    dataclasses.replace(AutotunePolicy(), **updates)  # refuses what is no field or no value of it
+    token = _OVERRIDES.set((*_OVERRIDES.get(), (id(selector), tuple(updates.items()))))
     try:
         yield
     finally:

@@ -3,8 +3,9 @@
 import contextlib
 import contextvars
 import dataclasses
+import itertools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -15,9 +16,11 @@ from ejkernel.ops.invocation import Invocation, Key
 from ejkernel.ops.table_file import StoredConfig, read_table, write_table
 
 _RECORDED: dict[Key, Invocation] = {}
-_SCOPES: contextvars.ContextVar[tuple[dict[Key, Invocation], ...]] = contextvars.ContextVar(
-    "recordings", default=()
+# The surrounding blocks, each with a number of its own.
+_SCOPES: contextvars.ContextVar[tuple[tuple[int, dict[Key, Invocation]], ...]] = (
+    contextvars.ContextVar("recordings", default=())
 )
+_NUMBERS = itertools.count()
 # The overlays of surrounding results, the innermost last.
 _ENTERED: contextvars.ContextVar[tuple[AbstractContextManager[None], ...]] = contextvars.ContextVar(
     "entered", default=()
@@ -29,11 +32,16 @@ def active() -> bool:
     return bool(_SCOPES.get()) or settings.record()
 
 
+def state() -> tuple[Hashable, ...]:
+    """Who records: a program that was traced for others has not told these of its calls."""
+    return (settings.record(), *[number for number, _ in _SCOPES.get()])
+
+
 def add(inv: Invocation) -> None:
     """Keep one call, as shapes; the arrays are not kept alive."""
     abstract = inv.abstract()
-    for scope in _SCOPES.get():
-        scope.setdefault(inv.key, abstract)
+    for _, calls in _SCOPES.get():
+        calls.setdefault(inv.key, abstract)
     if settings.record():
         _RECORDED.setdefault(inv.key, abstract)
 
@@ -57,7 +65,7 @@ def record_invocations() -> Iterator[dict[Key, Invocation]]:
     ['flash_attention']
     """
     calls: dict[Key, Invocation] = {}
-    token = _SCOPES.set((*_SCOPES.get(), calls))
+    token = _SCOPES.set((*_SCOPES.get(), (next(_NUMBERS), calls)))
     try:
         yield calls
     finally:

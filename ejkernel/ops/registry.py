@@ -87,7 +87,9 @@ class KernelRegistry:
         priority: int = 0,
         features: Iterable[str] = (),
     ) -> Callable[[Registered], Registered]:
-        """Decorator: add an implementation to an op.
+        """Decorator: add an implementation to an op, and to the ops that are special cases of it.
+
+        `scaled_dot_product_attention` is one of `flash_attention`, for example.
 
         Takes an `Implementation`, or a function `(inputs, spec, params) -> (outputs, residuals)`
         that becomes its forward. A higher priority is preferred; ours have 0.

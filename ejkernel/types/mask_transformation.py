@@ -193,6 +193,13 @@ def _with_mask(mask: Mask, attention_mask: ArrayValues | None) -> Mask:
             "MaskInfo.replace: attention_mask must be of this mask's lengths "
             f"{(mask.q_len, mask.kv_len)}, got {given.shape[1:]}."
         )
+    size = max(mask.batch_size or 1, given.batch_size or 1)
+    if {mask.batch_size, given.batch_size} - {None, 1, size}:
+        raise ValueError(
+            f"MaskInfo.replace: attention_mask must have {mask.batch_size} batch rows like this "
+            f"mask, or 1, got {given.batch_size}."
+        )
+    mask, given = with_batch(mask, size), with_batch(given, size)
     return changed(mask, rule=given.rule, ids_rule=None, q_ids=None, kv_ids=None)
 
 
@@ -208,8 +215,8 @@ def replaced(
     new_mask = mask
     if not isinstance(attention_mask, Keep):
         new_mask = _with_mask(mask, attention_mask)
-    q_ids = _new_ids(mask, "q", segment_ids[0], cu_seqlens[0], mask.q_len)
-    kv_ids = _new_ids(mask, "kv", segment_ids[1], cu_seqlens[1], mask.kv_len)
+    q_ids = _new_ids(new_mask, "q", segment_ids[0], cu_seqlens[0], mask.q_len)
+    kv_ids = _new_ids(new_mask, "kv", segment_ids[1], cu_seqlens[1], mask.kv_len)
     if q_ids is not KEEP or kv_ids is not KEEP:
         new_mask = _with_ids(new_mask, q_ids, kv_ids)
     names = ("q_positions", "kv_positions")

@@ -38,6 +38,16 @@ def test_later_calls_find_the_result():
     assert default_executor().chooser.cache.get(key) == tuned.entries[key]
 
 
+def test_calls_that_were_compiled_before_are_recorded_with_their_gradients():
+    step = jax.grad(lambda x: ejkernel.mean_pooling(x).sum())
+    step(jnp.ones(X.shape))
+    for _ in range(2):
+        with record_invocations() as calls:
+            step(jnp.ones(X.shape))
+            step(jnp.ones(X.shape))
+        assert [call.direction for call in calls.values()] == ["forward", "backward"]
+
+
 def test_calls_that_were_made_before_find_the_result_too():
     chooser = default_executor().chooser
     chooser.cache.clear()

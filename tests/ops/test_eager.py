@@ -112,6 +112,22 @@ def test_an_implementation_that_is_registered_later_is_used(monkeypatch):
     )
 
 
+def test_special_cases_of_an_operation_use_its_new_implementations():
+    call = lambda: ejkernel.scaled_dot_product_attention(X, X, X, causal=True)
+    before, sources = call(), list(OP.sources)
+
+    @kernel_registry.register("flash_attention", "xla", "any", priority=9, features={"causal"})
+    def twice(inputs, spec, params):
+        outputs, residuals = xla.run_forward(inputs, spec, FwdParams(q_blocksize=8, kv_blocksize=8))
+        return outputs._replace(out=2 * outputs.out), residuals
+
+    try:
+        np.testing.assert_allclose(call(), 2 * before, rtol=1e-4)
+    finally:
+        OP.sources[:] = sources
+        kernel_registry.registrations += 1
+
+
 def test_whoever_watches_sees_every_call():
     events = []
     chain = ConfigSelectorChain(ConfigCache(), on_event=lambda name, **_: events.append(name))

@@ -11,6 +11,7 @@ from ops.kernels import Cube, Hopeless, Scale, ScaleConfig, Wrong
 
 from ejkernel import kernel_registry
 from ejkernel.errors import TuningWarning
+from ejkernel.modules import mean_pooling
 from ejkernel.ops import (
     AutotunePolicy,
     ConfigCache,
@@ -248,6 +249,114 @@ def test_tuning_works_while_a_trace_is_under_way(watched):
     executor, events = watched
     result = jax.jit(jax.vmap(lambda x: executor(Scale(), x, factor=4.0)))(jnp.asarray(X))
     np.testing.assert_array_equal(result, 4 * X)
+    assert names(events) == ["autotune_start", "autotune_finish"]
+
+
+def test_numbers_of_another_type_are_another_call(watched):
+    executor, _ = watched
+    whole = jnp.arange(4)
+    assert executor(Scale(), whole, factor=2).dtype == jnp.int32
+    assert executor(Scale(), whole, factor=2.0).dtype == jnp.float32
+    zeros = [executor(Scale(), X + 1, factor=factor) for factor in (0.0, -0.0)]
+    assert [bool(np.signbit(zero).any()) for zero in zeros] == [False, True]
+
+
+class Stateful(Scale):
+    def __init__(self, **state):
+        super().__init__("stateful")
+        vars(self).update(state)
+
+    def run(self, x, *, cfg):
+        return x * self.factor
+
+
+@pytest.mark.parametrize("other", [{}, {"table": [1, 2]}], ids=["hashable", "a list"])
+def test_attributes_that_are_set_later_count(watched, other):
+    executor, _ = watched
+    kernel = Stateful(factor=2.0, **other)
+    np.testing.assert_array_equal(executor(kernel, X), 2 * X)
+    kernel.factor = 3.0
+    np.testing.assert_array_equal(executor(kernel, X), 3 * X)
+    np.testing.assert_array_equal(executor(Stateful(factor=2.0, **other), X[:1]), 2 * X[:1])
+
+
+def test_instances_with_numbers_of_other_types_are_others(watched):
+    executor, _ = watched
+    whole = jnp.arange(4)
+    dtypes = [executor(Stateful(factor=factor), whole).dtype for factor in (2, 2.0)]
+    assert dtypes == [jnp.int32, jnp.float32]
+
+
+def test_keys_hold_no_addresses(watched):
+    executor, _ = watched
+    functions = [lambda x: x, lambda x: x]
+    keys = [executor.invocation(Scale(), X, factor=function).key for function in functions]
+    assert keys[0] == keys[1]
+
+
+def test_specs_take_the_mesh_around_the_call(watched):
+    executor, _ = watched
+    spec = PartitionSpec("dp")
+    call = lambda x: executor(Scale(), x, in_specs=(spec,), out_specs=spec)
+    with pytest.raises(ValueError, match=r"scale: in_specs= and out_specs= need a mesh"):
+        call(X)
+    with jax.set_mesh(jax.make_mesh((2,), ("dp",), devices=jax.devices()[:2])):
+        assert call(jax.device_put(X, spec)).sharding.spec[0] == "dp"
+
+
+def test_a_configuration_is_that_of_one_device(watched):
+    executor, _ = watched
+    mesh, spec = Mesh(np.array(jax.devices()[:2]), ("dp",)), PartitionSpec("dp")
+    over = {"mesh": mesh, "in_specs": (spec,), "out_specs": spec}
+    with pytest.raises(ValueError, match=r"^scale: .* arrays of one device.* without mesh="):
+        executor.invocation(Scale(), X, **over)
+    x = jnp.ones((2, 16, 2, 8))
+    with pytest.raises(ValueError, match=r"^mean_pooling: .* arrays of one device"):
+        executor.invocation(mean_pooling, x[..., 0], mesh=mesh, in_specs=(spec,))
+    run = executor.compile(Scale(), jnp.asarray(X), **over)
+    np.testing.assert_array_equal(run(jnp.asarray(X), **over), 2 * X)
+
+
+def test_a_dict_is_a_configuration(watched):
+    class Plain(Scale):
+        def run(self, x, *, cfg):
+            return x * cfg["block"]
+
+        def heuristic_cfg(self, inv):
+            return {"block": 64}
+
+        def candidate_cfgs(self, inv):
+            return [self.heuristic_cfg(inv)]
+
+    executor, _ = watched
+    np.testing.assert_array_equal(executor(Plain("plain"), X, cfg={"block": 3}), 3 * X)
+    np.testing.assert_array_equal(executor.compile(Plain("plain"), X)(X), 64 * X)
+    with pytest.raises(ValueError, match="plain: cfg must be hashable"):
+        executor(Plain("plain"), X, cfg=[3])
+
+
+def test_policies_of_inner_blocks_change_only_what_they_name(watched):
+    executor, events = watched
+    chain = executor.chooser
+    inner = policy_override(chain, allow_heuristics=True)
+    with policy_override(chain, allow_autotune=False), inner:
+        executor(Scale(), X)
+    assert names(events) == ["heuristics"]
+    chain.policy = None  # on a CPU nothing is measured
+    with policy_override(chain, allow_heuristics=True):
+        executor(Scale(), X[:1])
+    assert names(events) == ["heuristics"] * 2
+    with policy_override(chain, allow_autotune=True):
+        executor(Scale(), X[:1])
+    assert names(events)[2:] == ["autotune_start", "autotune_finish"]
+
+
+def test_what_may_only_be_measured_is_measured(watched):
+    executor, events = watched
+    executor.chooser.policy = AutotunePolicy(
+        allow_heuristics=False, cache_miss_fallback="heuristics"
+    )
+    executor(Scale(), X)
     assert names(events) == ["autotune_start", "autotune_finish"]
 
 

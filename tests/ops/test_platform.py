@@ -37,6 +37,21 @@ def seen_while_tracing(mesh, sharded=True, constant=None):
     return seen[0]
 
 
+def test_a_gpu_of_an_unknown_name_is_described_by_the_caller():
+    with platform.target_device("NVIDIA L40S", cores=142, compute_capability=(8, 9)):
+        device = platform.target()
+    assert device.multiprocessors == 142
+    assert device.compute_capability == (8, 9)
+    with platform.target_device("NVIDIA H200", cores=66):
+        assert platform.target().multiprocessors == 66
+        assert platform.target().compute_capability == (9, 0)
+    with (
+        pytest.raises(ValueError, match=r"cores= and .* are for GPUs, got the kind 'TPU v5e'"),
+        platform.target_device("TPU v5e", cores=2),
+    ):
+        pass
+
+
 def test_enums_are_their_names():
     assert [str(member) for member in Platform] == ["triton", "pallas", "cuda", "xla"]
     assert [str(member) for member in Backend] == ["gpu", "tpu", "cpu", "any"]

@@ -156,6 +156,19 @@ def test_replacing_the_mask_of_pairs_replaces_all_rules():
     np.testing.assert_array_equal(mask.attention_mask[:, 0], pairs)
 
 
+def test_a_new_mask_of_pairs_and_the_old_mask_have_one_batch():
+    pairs = jnp.tril(jnp.ones((1, 4, 4), bool))
+    mask = MaskInfo.from_segments(IDS).replace(attention_mask=pairs)
+    assert mask.shape == (2, 4, 4)
+    np.testing.assert_array_equal(mask.attention_mask[:, 0], jnp.repeat(pairs, 2, axis=0))
+    one = MaskInfo.from_segments(IDS[:1], q_positions=jnp.array([[3, 2, 1, 0]]))
+    grown = one.replace(attention_mask=jnp.repeat(pairs, 3, 0), q_segment_ids=jnp.ones((3, 4), int))
+    assert grown.shape == (3, 4, 4)
+    assert grown.q_position_ids.tolist() == [[3, 2, 1, 0]] * 3
+    with pytest.raises(ValueError, match=r"attention_mask must have 2 batch rows .* got 3"):
+        MaskInfo.from_segments(IDS).replace(attention_mask=jnp.repeat(pairs, 3, axis=0))
+
+
 def test_materialized_ids_are_kept_as_they_are():
     blocks = jnp.array([[[1, 1, 0], [1, 1, 0], [0, 0, 1]]])
     mask = MaskInfo.from_attention_mask(blocks).materialize_segment_ids()
