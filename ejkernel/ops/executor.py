@@ -116,9 +116,7 @@ class Executor:
             self._compiled.put(key, compiled)
         elif self.chooser.on_event is not None and _is_chosen_before_tracing(op, leaves, request):
             # Repeat the selection, so that the callback is notified.
-            self.chooser.choose(
-                Invocation(op, inputs, spec, device, request.platform), request.cfg
-            )
+            self.chooser.choose(Invocation(op, inputs, spec, device, request.platform), request.cfg)
         return compiled(*leaves)
 
     def invocation(self, kernel: Runnable, *args: object, **kwargs: object) -> Invocation:

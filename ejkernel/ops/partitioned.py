@@ -103,14 +103,20 @@ class PartitionRule:
         )
         shapes = [jnp.shape(x) for x in (*jaxpr.consts, *leaves)]
         results = [x.shape for x in jaxpr.out_avals]
+        x64 = bool(jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]
         call.def_partition(
-            partition=functools.partial(rule.split, count),
+            partition=functools.partial(rule.split, count, x64),
             sharding_rule=lambda mesh, *types: _sharding_rule(rule, mesh, shapes, results),
         )
         return call(*jaxpr.consts, *leaves)
 
     def split(
-        self, constants: int, given: Mesh, operands: Sequence[Any], results: Sequence[Any]
+        self,
+        constants: int,
+        x64: bool,
+        given: Mesh,
+        operands: Sequence[Any],
+        results: Sequence[Any],
     ) -> tuple:
         """What each device runs, and how operands and results are split for it."""
         if given.empty:  # some mesh axes are manual: XLA speaks of the others without names
@@ -141,7 +147,11 @@ class PartitionRule:
                 for x, letters, full in zip(found, self.results, results, strict=True)
             ]
 
-        return mesh, local, named(result_specs), tuple(named(specs))
+        def in_threads_of_xla(*leaves: Any) -> list[Any]:
+            with jax.enable_x64(x64):
+                return local(*leaves)
+
+        return mesh, in_threads_of_xla, named(result_specs), tuple(named(specs))
 
     def _whole(
         self,
