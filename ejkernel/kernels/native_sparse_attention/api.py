@@ -247,7 +247,7 @@ def _selected(
     query, key = jax.lax.stop_gradient((query, key))
     group = query.shape[2] // key.shape[2]
     by_group = query.reshape(*query.shape[:2], key.shape[2], group, query.shape[3])
-    places = np.arange(count, dtype=np.int32)
+    places: Any = np.arange(count, dtype=np.int32)  # by JAX it would be a program of its own
     spec = dataclasses.replace(spec, sliding_window=None)
     if request.axis_name is not None:
         inputs = SplitSelectionInputs(by_group, key, places, cu_seqlens)
