@@ -20,11 +20,12 @@ from ejkernel.kernels.gla_attention.config import GLAttentionConfig
 from ejkernel.kernels.gla_attention.inputs import Inputs, Spec
 from ejkernel.kernels.gla_attention.triton import configs
 from ejkernel.kernels.gla_attention.triton.operands import BEGINS, ENDS, token_lists
-from ejkernel.kernels.gla_attention.workloads import WORKLOADS
+from ejkernel.kernels.gla_attention.workloads import WORKLOADS, attention, ends, log_decays
 from ejkernel.modules import gla_attention
 from ejkernel.ops import executor
 from ejkernel.ops.executor import Request
 from ejkernel.ops.platform import Platform
+from ejkernel.ops.workload import Workload
 
 SOURCE = next(source for source in OP.sources if source.platform is Platform.TRITON)
 SMALL = GLAttentionConfig(platform="triton", block_q=16, block_rows=16, block_d=16)
@@ -85,6 +86,28 @@ def test_float16_does_not_overflow_before_the_output_does(interpreter, gate):
     assert jnp.abs(results[1][0][1]).max() < 65504
     for found, expected in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-2, atol=1e-3 * np.abs(expected).max())
+
+
+# Chunks of 16 with 9 valid tokens, or 3 and 5. Over the valid tokens the states grow to exp(48) or
+# exp(60); over the whole chunk they would overflow in float32.
+GROWING = {
+    "cut": {"g_gamma": 6.0},
+    "packed_reverse": {"g_gamma": 15.0, "cu_seqlens": ends(0, 3, 8), "reverse": True},
+}
+GATES = {
+    "gamma": {},
+    "shared_gate": {"gate": log_decays(1, 9, 2)},
+    "gate": {"gate": log_decays(1, 9, 2, 8)},
+}
+
+
+@needs_triton
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("growing", GROWING)
+def test_gradients_are_finite_where_states_grow_and_a_chunk_is_cut(interpreter, growing, gate):
+    """Padding does not count towards the growth: its decay would be inf, and 0 * inf is NaN."""
+    arguments = attention(batch=1, length=9) | GROWING[growing] | GATES[gate]
+    check(Workload(growing, arguments), jnp.float32, SMALL)
 
 
 @needs_triton

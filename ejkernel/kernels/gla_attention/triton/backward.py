@@ -215,7 +215,7 @@ def value_kernel(
         if static.decays and not static.channel:
             gates = load_head_gates(gate, rows, length, head, static)
             acc = acc * head_end(gates, gamma_value, length, static)[:, None]
-            pair = pairs_transposed(gates, gamma_value, static)
+            pair = pairs_transposed(gates, gamma_value, length, static)
         for i in range(static.group):
             own = head * static.group + i
             if static.channel:
@@ -311,7 +311,8 @@ def key_kernel(
             gamma_value = 0.0
             if static.gamma:
                 gamma_value = load_gamma(gamma, batch, head, static)
-            fits = fits_one_factor(middle_exponents(gates, gamma_value, static), static)
+            exponents = middle_exponents(gates, gamma_value, length, static)
+            fits = fits_one_factor(exponents, static)
             tl.store(overflows + block, tl.where(fits, 0, 1))
         if fits:
             _write_gradients(
@@ -393,11 +394,12 @@ def _write_gradients(
         transposed = load_scores_transposed(d_scores, batch, chunk, own, static)
         if static.channel:
             d_k, d_g, d_q = _channel_decay_gradients(
-                d_k, d_g, d_q, q, k, d_score, transposed, gates, gamma_value, overflows, static
-            )
+                d_k, d_g, d_q, q, k, d_score, transposed, gates, gamma_value, length, overflows,
+                static,
+            )  # fmt: skip
         else:
             d_k, d_g, d_q = _scalar_decay_gradients(
-                d_k, d_g, d_q, q, k, d_score, transposed, gates, gamma_value, static
+                d_k, d_g, d_q, q, k, d_score, transposed, gates, gamma_value, length, static
             )
         store_tokens(
             d_query, d_q, rows, length, own, row, static.heads, static.rows, static.block_rows,
@@ -472,13 +474,14 @@ def _from_out(
 @triton_jit
 def _scalar_decay_gradients(
     d_k: Tensor, d_g: Tensor, d_q: Tensor, q: Tensor, k: Tensor, d_score: Tensor,
-    d_score_transposed: Tensor, gates: Tensor, gamma: Scalar, static: LinearStatic,
+    d_score_transposed: Tensor, gates: Tensor, gamma: Scalar, length: Scalar,
+    static: LinearStatic,
 ):  # fmt: skip
     """Gradients of keys, gates and queries with what a head adds; its rows share a decay."""
     if static.decays:
         time = tl.arange(0, static.chunk)
-        decayed = d_score * pairs(gates, gamma, static)
-        d_q = d_q * (head_start(gates, gamma, static) * static.scale)[:, None]
+        decayed = d_score * pairs(gates, gamma, length, static)
+        d_q = d_q * (head_start(gates, gamma, length, static) * static.scale)[:, None]
         # A gate r counts for the pairs s < r <= t.
         inside = decayed * tl.dot(q, tl.trans(k), input_precision=static.precision)
         inside = tl.cumsum(inside, 0, reverse=True)
@@ -487,7 +490,7 @@ def _scalar_decay_gradients(
         read = tl.sum(tl.where(up_to_transposed(time), read[None, :], 0.0), 1)
         d_g += inside + read
         d_score = decayed.to(k.dtype)
-        decayed = d_score_transposed * pairs_transposed(gates, gamma, static)
+        decayed = d_score_transposed * pairs_transposed(gates, gamma, length, static)
         d_score_transposed = decayed.to(k.dtype)
     else:
         d_q = d_q * static.scale
@@ -499,19 +502,19 @@ def _scalar_decay_gradients(
 @triton_jit
 def _channel_decay_gradients(
     d_k: Tensor, d_g: Tensor, d_q: Tensor, q: Tensor, k: Tensor, d_score: Tensor,
-    d_score_transposed: Tensor, gates: Tensor, gamma: Scalar, overflows: tl.constexpr,
-    static: LinearStatic,
+    d_score_transposed: Tensor, gates: Tensor, gamma: Scalar, length: Scalar,
+    overflows: tl.constexpr, static: LinearStatic,
 ):  # fmt: skip
     """`_scalar_decay_gradients` for gates of every row of a state."""
-    d_q *= channel_start(gates, gamma, static) * static.scale
+    d_q *= channel_start(gates, gamma, length, static) * static.scale
     d_g += _spread(up_to_transposed(tl.arange(0, static.chunk)), q * d_q, static)
     if overflows:
         d_q, d_k, d_g = _level_gradients(
-            d_q, d_k, d_g, q, k, d_score, d_score_transposed, gates, gamma, static
+            d_q, d_k, d_g, q, k, d_score, d_score_transposed, gates, gamma, length, static
         )
     else:
         d_q, d_k, d_g = _anchored_gradients(
-            d_q, d_k, d_g, q, k, d_score, d_score_transposed, gates, gamma, static
+            d_q, d_k, d_g, q, k, d_score, d_score_transposed, gates, gamma, length, static
         )
     return d_k, d_g, d_q
 
@@ -519,14 +522,15 @@ def _channel_decay_gradients(
 @triton_jit
 def _anchored_gradients(
     d_q: Tensor, d_k: Tensor, d_g: Tensor, q: Tensor, k: Tensor, d_scores: Tensor,
-    d_scores_transposed: Tensor, gates: Tensor, gamma: Scalar, static: LinearStatic,
+    d_scores_transposed: Tensor, gates: Tensor, gamma: Scalar, length: Scalar,
+    static: LinearStatic,
 ):  # fmt: skip
     """The gradients of queries, keys and gates with those of the pairs of a chunk.
 
     A gate r counts for the pairs s < r <= t: those with r <= t without those with r <= s. Rows and
     columns sum the same products of rounded numbers, so that the others cancel.
     """
-    exponents = middle_exponents(gates, gamma, static)
+    exponents = middle_exponents(gates, gamma, length, static)
     decayed_q, decayed_k = anchored(q, k, exponents, static)
     upper = (tl.arange(0, static.chunk) >= static.chunk // 2)[:, None]
     forth = tl.where(upper, exponents, -exponents)
@@ -546,7 +550,8 @@ def _anchored_gradients(
 @triton_jit
 def _level_gradients(
     d_q: Tensor, d_k: Tensor, d_g: Tensor, q: Tensor, k: Tensor, d_scores: Tensor,
-    d_scores_transposed: Tensor, gates: Tensor, gamma: Scalar, static: LinearStatic,
+    d_scores_transposed: Tensor, gates: Tensor, gamma: Scalar, length: Scalar,
+    static: LinearStatic,
 ):  # fmt: skip
     """`_anchored_gradients`, by the blocks of 2, 4, 8, ... tokens that hold both of a pair."""
     time = tl.arange(0, static.chunk)
@@ -556,7 +561,7 @@ def _level_gradients(
     d_q += diagonal * k
     d_k += diagonal * q
     for level in range(static.levels):
-        factors = level_factors(gates, gamma, level, static)
+        factors = level_factors(gates, gamma, length, level, static)
         # The upper halves of blocks are rows of the products, the lower halves columns.
         upper = (((time >> level) & 1) == 1)[:, None]
         operand = (tl.where(upper, q, k) * factors).to(k.dtype)

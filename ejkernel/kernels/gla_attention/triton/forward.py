@@ -173,8 +173,8 @@ def score_kernel(
             )  # fmt: skip
             gates = load_gates(gate, rows, length, kv_head, first, static.block_rows, static)
             store_tokens(
-                decayed_query, q * channel_start(gates, gamma_value, static), rows, length, head,
-                first, static.heads, static.rows, static.block_rows, static,
+                decayed_query, q * channel_start(gates, gamma_value, length, static), rows,
+                length, head, first, static.heads, static.rows, static.block_rows, static,
             )  # fmt: skip
             if head % static.group == 0:
                 store_tokens(
@@ -185,13 +185,13 @@ def score_kernel(
                 total = tl.sum(gates.to(tl.float32), 0) + length.to(tl.float32) * gamma_value
                 at = (batch.to(tl.int64) * static.chunks + chunk) * static.kv_heads + kv_head
                 store_total(totals, total, at, first, static.block_rows, static)
-            exponents = middle_exponents(gates, gamma_value, static)
+            exponents = middle_exponents(gates, gamma_value, length, static)
             if fits_one_factor(exponents, static):
                 q, k = anchored(q, k, exponents, static)
                 product = tl.dot(q, tl.trans(k), input_precision=static.precision)
                 acc += tl.where(time[:, None] >= time[None, :], product, 0.0)
             else:
-                acc += _level_scores(q, k, gates, gamma_value, static)
+                acc += _level_scores(q, k, gates, gamma_value, length, static)
         store_scores(scores, acc * static.scale, batch, chunk, head, static)
 
 
@@ -204,13 +204,15 @@ def anchored(q: Tensor, k: Tensor, exponents: Tensor, static: LinearStatic):
 
 
 @triton_jit
-def _level_scores(q: Tensor, k: Tensor, gates: Tensor, gamma: Scalar, static: LinearStatic):
+def _level_scores(
+    q: Tensor, k: Tensor, gates: Tensor, gamma: Scalar, length: Scalar, static: LinearStatic
+):
     """The decayed products [t, s], by the blocks of 2, 4, 8, ... tokens that hold both."""
     own = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)
     time = tl.arange(0, static.chunk)
     acc = tl.where(time[:, None] == time[None, :], own[:, None], 0.0)
     for level in range(static.levels):
-        factors = level_factors(gates, gamma, level, static)
+        factors = level_factors(gates, gamma, length, level, static)
         # The upper halves of blocks are rows of the products, the lower halves columns.
         upper = (((time >> level) & 1) == 1)[:, None]
         operand = (tl.where(upper, q, k) * factors).to(q.dtype)
@@ -274,8 +276,8 @@ def _head_step(
     time = tl.arange(0, static.chunk)
     gates = load_head_gates(gate, rows, length, head, static)
     if static.decays:
-        pair = pairs(gates, gamma, static)
-        start = head_start(gates, gamma, static)
+        pair = pairs(gates, gamma, length, static)
+        start = head_start(gates, gamma, length, static)
     narrow = state.to(k.dtype)
     for i in range(static.group):
         own = head * static.group + i

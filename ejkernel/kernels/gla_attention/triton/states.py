@@ -230,7 +230,7 @@ def _advanced(
         total = head_total(gates, gamma, length, static)
         log_decay = tl.full([static.block_rows], 0.0, tl.float32) + total
         if static.backward_in_time:
-            factor = head_start(gates, gamma, static)
+            factor = head_start(gates, gamma, length, static)
         else:
             factor = head_end(gates, gamma, length, static)
     if static.decays:

@@ -7,7 +7,8 @@ Indices count in time inside the chunk. Of a chunk with log decays `a`:
     pair[t, s] = exp(a[s + 1] + ... + a[t])    from token s to token t
 
 Sums are matmuls by ones and zeros: no difference of sums loses digits where a gate is very small.
-The decay of a head is the same at every token, so its sums are products by a count.
+The decay of a head is the same at every token, so its sums are products by a count. Padding is
+not counted: where states grow, its factors would overflow, and 0 * inf is NaN.
 
 Where every row of a state has a gate, a pair decays by the product of two factors, one of each
 token, up to the middle of the chunk and from there: `exp(e[t]) * exp(-e[s])`. Where that could
@@ -188,15 +189,23 @@ def count_to_end(length: Scalar, static: LinearStatic):
 
 
 @triton_jit
-def count_from_start(static: LinearStatic):
+def count_from_start(length: Scalar, static: LinearStatic):
     """How many tokens come up to each, with it, [chunk]."""
-    return (tl.arange(0, static.chunk) + 1).to(tl.float32)
+    return (_clamped(tl.arange(0, static.chunk), length, static) + 1).to(tl.float32)
 
 
 @triton_jit
-def head_start(gates: Tensor, gamma: Scalar, static: LinearStatic):
+def _clamped(time: Tensor, length: Scalar, static: LinearStatic):
+    """Indices that counts of tokens are made from, none above that of the last valid token."""
+    if static.gamma:  # without it, the counts are multiplied by 0
+        time = tl.minimum(time, length - 1)
+    return time
+
+
+@triton_jit
+def head_start(gates: Tensor, gamma: Scalar, length: Scalar, static: LinearStatic):
     """`start` [chunk] where the rows of a state share their decay."""
-    exponent = count_from_start(static) * gamma
+    exponent = count_from_start(length, static) * gamma
     if static.gate:
         values = tl.where(up_to(tl.arange(0, static.chunk)), gates.to(tl.float32)[None, :], 0.0)
         exponent += tl.sum(values, 1)
@@ -220,10 +229,11 @@ def head_total(gates: Tensor, gamma: Scalar, length: Scalar, static: LinearStati
 
 
 @triton_jit
-def pairs(gates: Tensor, gamma: Scalar, static: LinearStatic):
+def pairs(gates: Tensor, gamma: Scalar, length: Scalar, static: LinearStatic):
     """`pair` [t, s] of a head, 0 where s comes after t."""
     time = tl.arange(0, static.chunk)
-    exponent = (time[:, None] - time[None, :]).to(tl.float32) * gamma
+    token = _clamped(time, length, static)
+    exponent = (token[:, None] - token[None, :]).to(tl.float32) * gamma
     if static.gate:
         # [r, s]: only the gates after s
         later = tl.where(time[:, None] > time[None, :], gates[:, None], 0.0).to(gates.dtype)
@@ -232,10 +242,11 @@ def pairs(gates: Tensor, gamma: Scalar, static: LinearStatic):
 
 
 @triton_jit
-def pairs_transposed(gates: Tensor, gamma: Scalar, static: LinearStatic):
+def pairs_transposed(gates: Tensor, gamma: Scalar, length: Scalar, static: LinearStatic):
     """`pair` [s, t]."""
     time = tl.arange(0, static.chunk)
-    exponent = (time[None, :] - time[:, None]).to(tl.float32) * gamma
+    token = _clamped(time, length, static)
+    exponent = (token[None, :] - token[:, None]).to(tl.float32) * gamma
     if static.gate:
         # [r, t]: only the gates up to t
         earlier = tl.where(time[:, None] <= time[None, :], gates[:, None], 0.0).to(gates.dtype)
@@ -244,25 +255,31 @@ def pairs_transposed(gates: Tensor, gamma: Scalar, static: LinearStatic):
 
 
 @triton_jit
-def middle_exponents(gates: Tensor, gamma: Scalar, static: LinearStatic):
+def middle_exponents(gates: Tensor, gamma: Scalar, length: Scalar, static: LinearStatic):
     """The log decays [chunk, block] between each token and the middle of the chunk."""
-    return _level_exponents(gates, gamma, static.levels - 1, static)
+    return _level_exponents(gates, gamma, length, static.levels - 1, static)
 
 
 @triton_jit
-def level_factors(gates: Tensor, gamma: Scalar, level: Scalar, static: LinearStatic):
+def level_factors(
+    gates: Tensor, gamma: Scalar, length: Scalar, level: Scalar, static: LinearStatic
+):
     """The decays [chunk, block] between each token and the middle of its block."""
-    return tl.exp(_level_exponents(gates, gamma, level, static))
+    return tl.exp(_level_exponents(gates, gamma, length, level, static))
 
 
 @triton_jit
-def _level_exponents(gates: Tensor, gamma: Scalar, level: Scalar, static: LinearStatic):
+def _level_exponents(
+    gates: Tensor, gamma: Scalar, length: Scalar, level: Scalar, static: LinearStatic
+):
     exponent = sums(level_table(level, static), gates, static)
     time = tl.arange(0, static.chunk)
     first = (time >> level) << level  # of the half of the block
     upper = ((time >> level) & 1) == 1
     last = (((time >> level) + 1) << level) - 1
-    count = tl.where(upper, time - first + 1, last - time).to(tl.float32)
+    before, last = _clamped(first - 1, length, static), _clamped(last, length, static)
+    time = _clamped(time, length, static)
+    count = tl.where(upper, time - before, last - time).to(tl.float32)
     return exponent + (count * gamma)[:, None]
 
 
@@ -307,10 +324,10 @@ def level_pairs_transposed(level: Scalar, static: LinearStatic):
 
 
 @triton_jit
-def channel_start(gates: Tensor, gamma: Scalar, static: LinearStatic):
+def channel_start(gates: Tensor, gamma: Scalar, length: Scalar, static: LinearStatic):
     """`start` [chunk, block] of gates [chunk, block]."""
     exponent = sums(up_to(tl.arange(0, static.chunk)), gates, static)
-    return tl.exp(exponent + (count_from_start(static) * gamma)[:, None])
+    return tl.exp(exponent + (count_from_start(length, static) * gamma)[:, None])
 
 
 @triton_jit
