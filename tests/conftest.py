@@ -1,4 +1,4 @@
-"""Every test sees eight CPU devices and a cache directory of its own."""
+"""Every test sees eight CPU devices."""
 
 import itertools
 import os
@@ -23,13 +23,6 @@ jax.config.update("jax_num_cpu_devices", 8)
 pytest_plugins = ["evidence", "tiers"]
 
 _tests_run = itertools.count(1)
-
-
-@pytest.fixture(autouse=True)
-def _settings_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "cache"))
-    if jax.default_backend() == "gpu":  # where calls are tuned, which compiles every candidate
-        monkeypatch.setenv("EJKERNEL_AUTOTUNE_POLICY", "heuristics")
 
 
 @pytest.fixture(autouse=True)
