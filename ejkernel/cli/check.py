@@ -104,7 +104,8 @@ def check(
         Platform | None, typer.Option(metavar="NAME", help=f"{', '.join(Platform)}.")
     ] = None,
     workload: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="A named call; by default all.")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A named call; by default those of the tests."),
     ] = None,
     dtype: Annotated[
         Dtype, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16.")
