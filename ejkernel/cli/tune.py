@@ -295,7 +295,7 @@ def tune(
         Dtype, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16.")
     ] = "bfloat16",
     seconds: Annotated[
-        float | None, typer.Option(min=0.0, help="Start no call after so many seconds.")
+        float | None, typer.Option(min=0.0, help="Start no pass after so many seconds.")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Timed runs of each candidate.")] = 10,
     workers: Annotated[
@@ -311,7 +311,8 @@ def tune(
     """Tune an operation for this device; results go to your cache.
 
     For PATH.py:FUNCTION the file also defines `arguments`: the arguments of
-    the function as a tuple, or a function that returns them.
+    the function as a tuple, or a function that returns them. Of the options
+    only --rounds applies to it.
     """
     if output is not None and not ship:
         raise typer.BadParameter("--output is a folder of shipped tables; use it with --ship.")
