@@ -78,7 +78,7 @@ def bench(
         ),
     ] = None,
 ) -> None:
-    """Measure the figures of docs/benchmarks.md and compare them with their targets."""
+    """Measure the CPU figures of docs/benchmarks.md and compare them with their targets."""
     output.check(None if json_path is None else _file(json_path), "--json")
     output.check(html_path, "--html")
     console = Console()
