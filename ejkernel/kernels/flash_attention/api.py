@@ -158,8 +158,8 @@ def flash_attention(
     Returns:
         The output `[batch, queries, heads, value_dim]` in the dtype of the query. With
         `return_lse` a pair of it and the natural logarithm of the sum of exponentials,
-        `[batch, heads, queries]` in float32: of the visible keys, without the sinks, -inf for a row
-        that sees nothing. Gradients flow through both.
+        `[batch, heads, queries]` in float32 (float64 for float64 inputs): of the visible keys,
+        without the sinks, -inf for a row that sees nothing. Gradients flow through both.
 
     Raises:
         ValueError: the arguments do not fit each other.

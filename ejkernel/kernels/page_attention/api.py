@@ -152,9 +152,10 @@ def page_attention(
     Returns:
         The output in the shape and dtype of the query, its last axis `value_dim`. With `return_lse`
         a pair of it and the natural logarithm of the sum of exponentials,
-        `[batch, heads, queries]` in float32 (`[batch, heads]` for a query without that axis): of
-        the visible keys, without the sinks, -inf for a query that sees nothing. Gradients flow
-        through both, to the query, the sinks, the scales and a cache in floating point.
+        `[batch, heads, queries]` (`[batch, heads]` for a query without that axis) in float32
+        (float64 for float64 queries): of the visible keys, without the sinks, -inf for a query that
+        sees nothing. Gradients flow through both, to the query, the sinks, the scales and a cache
+        in floating point.
 
     Raises:
         ValueError: the arguments do not fit each other.

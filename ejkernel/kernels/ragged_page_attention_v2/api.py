@@ -134,8 +134,9 @@ def ragged_page_attention_v2(
 
     Returns:
         The output `[tokens, heads, head_dim]` in the dtype of the query. With `return_lse` a pair
-        of it and the natural logarithm of the sum of exponentials, `[tokens, heads]` in float32: of
-        the visible keys, without the sinks, -inf for a query that sees nothing.
+        of it and the natural logarithm of the sum of exponentials, `[tokens, heads]` in float32
+        (float64 for float64 queries): of the visible keys, without the sinks, -inf for a query that
+        sees nothing.
 
     Raises:
         ValueError: the arguments do not fit each other.

@@ -152,9 +152,10 @@ def ragged_page_attention_v3(
 
     Returns:
         The output `[tokens, heads, value_dim]` in the dtype of the query. With `return_lse` a pair
-        of it and the natural logarithm of the sum of exponentials, `[tokens, heads]` in float32: of
-        the visible keys, without the sinks, -inf for a query that sees nothing. Gradients flow
-        through both, to the query, the sinks, the scales and a cache in floating point.
+        of it and the natural logarithm of the sum of exponentials, `[tokens, heads]` in float32
+        (float64 for float64 queries): of the visible keys, without the sinks, -inf for a query that
+        sees nothing. Gradients flow through both, to the query, the sinks, the scales and a cache
+        in floating point.
 
     Raises:
         ValueError: the arguments do not fit each other.
