@@ -103,8 +103,8 @@ def page_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention of a batch of decoding sequences over a cache of pages.
 
-    Position `j` of sequence `b` lies in slot `j % block_size` of page
-    `block_tables[b, j // block_size]`. The queries of a sequence are the last of its tokens: query
+    Position `j` of sequence `b` lies in slot `j % page_size` of page
+    `block_tables[b, j // page_size]`. The queries of a sequence are the last of its tokens: query
     `i` of `q` sits at position `p = context_lens[b] - q + i` and sees the positions up to `p`, with
     a window `w` those in `(p - w, p]`. Over the keys that it sees,
 
@@ -116,7 +116,7 @@ def page_attention(
     not the sizes of the table and the cache.
 
     With `axis_name` the cache is split over a mesh axis of `n` devices: device `i` holds the pages
-    `[i * num_blocks / n, (i + 1) * num_blocks / n)`, and `block_tables` count all of them. Each
+    `[i * pages / n, (i + 1) * pages / n)`, and `block_tables` count all of them. Each
     device attends to the pages that it holds, and the results are merged in float32. Called in a
     `shard_map` over `axis_name`, the caches are this device's share, and query, lengths and tables
     are the same on all of them; elsewhere arrays are whole, and are split over the axis of `mesh=`,
@@ -125,9 +125,9 @@ def page_attention(
     Args:
         query: `[batch, 1, heads, head_dim]` or `[batch, heads, head_dim]`; with several queries for
             each sequence `[batch, queries, heads, head_dim]`.
-        key_cache: `[num_blocks, block_size, kv_heads, head_dim]`; `heads` is a multiple of
+        key_cache: `[pages, page_size, kv_heads, head_dim]`; `heads` is a multiple of
             `kv_heads`. In float32, bfloat16, float16, float64, int8, float8_e4m3fn or float8_e5m2.
-        value_cache: `[num_blocks, block_size, kv_heads, value_dim]`, in the same dtype.
+        value_cache: `[pages, page_size, kv_heads, value_dim]`, in the same dtype.
         context_lens: `[batch]`, how many tokens each sequence has, those of the queries included.
         block_tables: `[batch, max_blocks]`; -1 is no page, and its positions are not seen. Entries
             past the length are not looked at.
@@ -136,8 +136,8 @@ def page_attention(
         sliding_window: how many tokens a query sees, itself included. It may be traced, which
             only XLA supports.
         logits_soft_cap: bound of the logits.
-        kv_layout: "NHD" as above, "HND" `[num_blocks, kv_heads, block_size, head_dim]`, or "HNPD"
-            `[kv_heads, num_blocks, block_size, head_dim]`.
+        kv_layout: "NHD" as above, "HND" `[pages, kv_heads, page_size, head_dim]`, or "HNPD"
+            `[kv_heads, pages, page_size, head_dim]`.
         k_scale: what cached keys are multiplied with, a number or `[kv_heads]`; may be traced.
         v_scale: the same for values.
         return_lse: also return the log-sum-exp.
