@@ -90,8 +90,8 @@ class CausalMask(_FormulaMask):
     Args:
         shape: `(q_len, kv_len)`.
         offset: How far a query sees beyond its index.
-        shard_count: In how many shards the queries will be split; only its square must divide
-            their number.
+        shard_count: In how many shards the queries will be split; the number of queries must be a
+            multiple of its square. Nothing else depends on it.
 
     Example:
         >>> CausalMask((2, 4), offset=1)[:, :].astype(int).tolist()
@@ -115,8 +115,8 @@ class LocalMask(_FormulaMask):
         shape: `(q_len, kv_len)`.
         window_size: `(left, right)`; None is no bound on that side.
         offset: How far the window is moved from the index of the query.
-        shard_count: In how many shards the queries will be split; only its square must divide
-            their number.
+        shard_count: In how many shards the queries will be split; the number of queries must be a
+            multiple of its square. Nothing else depends on it.
 
     Example:
         >>> LocalMask((2, 4), window_size=(1, 0), offset=1)[:, :].astype(int).tolist()
@@ -150,8 +150,8 @@ class ChunkedCausalMask(_FormulaMask):
     Args:
         shape: `(q_len, kv_len)`.
         chunk_size: The length of a chunk.
-        shard_count: In how many shards the queries will be split; only its square must divide
-            their number.
+        shard_count: In how many shards the queries will be split; the number of queries must be a
+            multiple of its square. Nothing else depends on it.
 
     Example:
         >>> ChunkedCausalMask((3, 4), chunk_size=2)[:, :].astype(int).tolist()
