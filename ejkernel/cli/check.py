@@ -111,7 +111,7 @@ def check(
         Dtype, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16.")
     ] = "float32",
     random: Annotated[
-        int | None, typer.Option(min=1, help="So many random calls instead of named ones.")
+        int | None, typer.Option(min=1, help="Number of random calls, instead of named ones.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="With --random: which calls.")] = 0,
     first: Annotated[

@@ -168,7 +168,7 @@ def mask(
         int | None, typer.Option(min=1, max=_LONGEST, help="Causal chunks of this size.")
     ] = None,
     key_length: Annotated[
-        int | None, typer.Option(min=0, max=_LONGEST, help="Keys that are valid.")
+        int | None, typer.Option(min=0, max=_LONGEST, help="Number of valid keys.")
     ] = None,
     block: Annotated[
         int | None, typer.Option(min=1, help="Tokens per pixel; by default what fits.")

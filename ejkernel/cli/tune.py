@@ -295,7 +295,7 @@ def tune(
         Dtype, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16.")
     ] = "bfloat16",
     seconds: Annotated[
-        float | None, typer.Option(min=0.0, help="Start no pass after so many seconds.")
+        float | None, typer.Option(min=0.0, help="Start no pass after this many seconds.")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Timed runs of each candidate.")] = 10,
     workers: Annotated[
