@@ -5,7 +5,7 @@
 | `EJKERNEL_AUTOTUNE_POLICY` | `autotune` or `heuristics`, for unknown calls | by device |
 | `EJKERNEL_AUTOTUNE_PROGRESS` | `1` shows a line per candidate, `0` none | on a terminal |
 | `EJKERNEL_CACHE_DIR` | directory of the tuned configurations | the user's cache directory |
-| `EJKERNEL_DETERMINISTIC` | `1` asks for the same bits in every run, which `auto` gives up | `0` |
+| `EJKERNEL_DETERMINISTIC` | `1` excludes passes that do not give the same bits in every run | `0` |
 | `EJKERNEL_INTERPRET` | `1` lets Pallas and Triton kernels run in their interpreters | `0` |
 | `EJKERNEL_MASK_DEBUG` | `1` prints a line for each access to a `MaskInfo` | `0` |
 | `EJKERNEL_RECORD` | `1` records the calls for tuning them later | `0` |
