@@ -10,9 +10,10 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from ejkernel.kernels.common.arguments import as_array, static_number
+from ejkernel.kernels.common.arguments import as_array, integer_array, static_number
 from ejkernel.modules import flash_attention
 from ejkernel.types import MaskInfo
+from ejkernel.types.rules import Everything, KeyLength, QueryLength, Rule
 
 _NAME = "dot_product_attention"
 _PLATFORMS = {"xla": "xla", "cudnn": "cuda"}
@@ -197,21 +198,21 @@ def _lengths(
         return None
     batch, q_len, kv_len = query.shape[0], query.shape[1], key.shape[1]
 
-    def ids(name: str, lengths: ArrayLike | None, size: int) -> jax.Array:
-        """0 where a token exists, -1 where it does not."""
-        if lengths is None:
-            return jnp.zeros((batch, size), jnp.int32)
-        lengths = _array(name, lengths)
+    def checked(name: str, lengths: ArrayLike) -> jax.Array:
+        lengths = integer_array(_NAME, name, lengths)
         if lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
             raise ValueError(
                 f"{_NAME}: {name} must be integers of shape ({batch},), one for each batch row, "
                 f"got {lengths.dtype}{list(lengths.shape)}."
             )
-        return jnp.where(jnp.arange(size) < lengths[:, None], 0, -1).astype(jnp.int32)
+        return lengths
 
-    return MaskInfo.from_segments(
-        ids("query_seq_lengths", queries, q_len), ids("key_value_seq_lengths", keys, kv_len)
-    )
+    rule: Rule = Everything()
+    if queries is not None:
+        rule &= QueryLength(checked("query_seq_lengths", queries))
+    if keys is not None:
+        rule &= KeyLength(checked("key_value_seq_lengths", keys))
+    return MaskInfo(rule, q_len, kv_len)
 
 
 def _platform(implementation: str | None, platform: str | None) -> str | None:

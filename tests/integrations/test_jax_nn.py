@@ -12,6 +12,7 @@ from integrations.peers import same
 
 from ejkernel import dot_product_attention
 from ejkernel.errors import UnsupportedError
+from ejkernel.ops import target_device
 
 
 def arrays(*shapes, seed=0):
@@ -140,6 +141,29 @@ def test_the_signature_is_that_of_jax():
 def test_the_implementations_are_those_of_jax():
     parameter = inspect.signature(jax.nn.dot_product_attention).parameters["implementation"]
     assert set(re.findall(r"[\"'](\w+)[\"']", str(parameter.annotation))) == {"xla", "cudnn"}
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32", "int64"])
+def test_lengths_of_any_integer_dtype(as_a_user_calls, dtype):
+    """Also lengths past the end."""
+    lengths = {"query_seq_lengths": [24, 3], "key_value_seq_lengths": [100, 7]}
+    given = {name: np.array(x, dtype) for name, x in lengths.items()}
+    known = {name: np.array(x, np.int32) for name, x in lengths.items()}
+    known["key_value_seq_lengths"][0] = 40
+    expected = dot_product_attention(QUERY, KEY, VALUE, **known)
+    for call in (dot_product_attention, jax.jit(dot_product_attention)):
+        np.testing.assert_array_equal(call(QUERY, KEY, VALUE, **given), expected)
+
+
+@pytest.mark.parametrize("name", ["query_lengths", "key_lengths", "both_lengths"])
+def test_cudnn_supports_lengths(name):
+    """As it does in JAX: a program for an H200 holds its operation."""
+    call = functools.partial(dot_product_attention, **CALLS[name], implementation="cudnn")
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    with target_device("NVIDIA H200"):
+        traced = jax.jit(call).trace(array(2, 24, 4, 16), *[array(2, 40, 2, 16)] * 2)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "__cudnn$fmha" in text
 
 
 def test_a_window_may_be_a_list(as_a_user_calls):
