@@ -25,7 +25,6 @@ _NAMES = (
     "cache_dir",
     "deterministic",
     "interpret",
-    "mask_debug",
     "record",
 )
 
@@ -51,6 +50,11 @@ def _flag(name: str) -> bool | None:
 @contextlib.contextmanager
 def override(**values: str | bool | os.PathLike) -> Iterator[None]:
     """Set settings for a block: `with settings.override(interpret=True): ...`."""
+    if "mask_debug" in values:
+        raise ValueError(
+            "settings: mask_debug is read once, at import; "
+            "ejkernel.types.set_debug_mode(True) changes it later."
+        )
     if unknown := [name for name in values if name not in _NAMES]:
         raise ValueError(
             f"settings: unknown setting {', '.join(unknown)}; there are {', '.join(_NAMES)}."

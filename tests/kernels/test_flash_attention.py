@@ -183,6 +183,14 @@ def test_no_keys_at_all_give_zeros():
     assert (lse == -jnp.inf).all()
 
 
+@pytest.mark.parametrize("keys", [0, 3])
+def test_the_log_sum_exp_of_float64_is_float64(keys):
+    with jax.enable_x64(True):
+        q, k, v = (x.astype(jnp.float64) for x in (Q, K[:, :keys], V[:, :keys]))
+        out, lse = flash_attention(q, k, v, return_lse=True)
+    assert (out.dtype, lse.dtype) == (jnp.float64, jnp.float64)
+
+
 # Dropout
 
 

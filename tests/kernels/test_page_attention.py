@@ -156,6 +156,13 @@ def test_parts_of_a_context_can_be_merged():
 # Caches of few bits
 
 
+def test_a_scale_may_be_an_integer():
+    whole = page_attention(QUERY, KEYS, VALUES, LENGTHS, TABLE, v_scale=2)
+    np.testing.assert_array_equal(
+        whole, page_attention(QUERY, KEYS, VALUES, LENGTHS, TABLE, v_scale=2.0)
+    )
+
+
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2])
 def test_a_cache_of_few_bits_is_read_as_what_it_stands_for(dtype):
     keys, values = (jnp.clip(40 * x, -100, 100).astype(dtype) for x in (KEYS, VALUES))
@@ -314,8 +321,10 @@ def test_vmap_shares_the_cache():
         ),
         ({"sliding_window": 0}, "sliding_window must be positive, got 0"),
         ({"logits_soft_cap": 0.0}, "logits_soft_cap must be positive"),
+        ({"k_scale": 10**400}, "k_scale must be a number that a float can hold"),
         ({"k_scale": jnp.ones(3)}, r"k_scale must be one number or \[2\], got \[3\]"),
-        ({"v_scale": 2}, r"v_scale must be floating point"),
+        ({"v_scale": np.array([2, 2])}, r"v_scale must be floating point"),
+        ({"v_scale": True}, r"v_scale must be floating point"),
     ],
 )
 def test_mistakes_are_refused_in_one_sentence(changes, message):
@@ -330,6 +339,11 @@ def test_mistakes_are_refused_in_one_sentence(changes, message):
         page_attention(**call | changes)
     assert str(caught.value).startswith("page_attention: ")
     assert "\n" not in str(caught.value)
+
+
+def test_a_number_that_no_float_holds(as_a_user_calls):
+    with pytest.raises(ValueError, match="page_attention: softmax_scale must be a number that a"):
+        page_attention(QUERY, KEYS, VALUES, LENGTHS, TABLE, softmax_scale=10**400)
 
 
 def test_only_entries_in_use_are_checked():

@@ -8,6 +8,7 @@ import sys
 import jax.numpy as jnp
 import pytest
 
+from ejkernel import settings
 from ejkernel.types import MaskInfo, get_debug_mode, set_debug_mode
 
 
@@ -80,3 +81,10 @@ def test_the_environment_sets_the_beginning():
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
     assert done.stdout == "True\n"
+
+
+def test_the_setting_is_not_overridden_for_a_block():
+    """It would change nothing: the class was imported before."""
+    refused = pytest.raises(ValueError, match=r"read once, .*set_debug_mode\(True\)")
+    with refused, settings.override(mask_debug=True):
+        pass

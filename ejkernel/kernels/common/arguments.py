@@ -118,6 +118,8 @@ def static_number(op: str, name: str, x: object) -> float:
         return float(x)  # pyright: ignore[reportArgumentType]
     except (TypeError, ValueError, jax.errors.ConcretizationTypeError):
         raise ValueError(f"{op}: {name} must be a number known at trace time, got {x!r}.") from None
+    except OverflowError:
+        raise ValueError(f"{op}: {name} must be a number that a float can hold.") from None
 
 
 class BatchedArrays(NamedTuple):

@@ -256,7 +256,8 @@ def attend(
     )
     if 0 in (*extent, value.shape[3]):
         out = jnp.zeros((*query.shape[:3], value.shape[3]), query.dtype)
-        lse = jnp.full((extent.batch, extent.heads, extent.queries), -jnp.inf, jnp.float32)
+        dtype = jnp.promote_types(query.dtype, jnp.float32)
+        lse = jnp.full((extent.batch, extent.heads, extent.queries), -jnp.inf, dtype)
     else:
         out, lse = executor.run(op, inputs, spec, request)
     if bare:

@@ -15,6 +15,7 @@ from ejkernel.kernels.common.arguments import (
     check_floating,
     integer_array,
     known_values,
+    static_number,
     window_length,
 )
 from ejkernel.kernels.common.attention import bound_of_logits, scale_of_logits
@@ -211,7 +212,11 @@ def scale(op: str, name: str, x: ArrayLike | None, kv_heads: int) -> jax.Array |
     """One scale for each key head."""
     if x is None:
         return None
-    scales = np.asarray(x, np.float32) if isinstance(x, float) else as_array(op, name, x)
+    if isinstance(x, int | float) and not isinstance(x, bool):
+        with np.errstate(over="ignore"):
+            scales = np.asarray(static_number(op, name, x)).astype(np.float32)
+    else:
+        scales = as_array(op, name, x)
     check_floating(op, name, scales.dtype)
     if scales.shape not in ((), (1,), (kv_heads,)):
         raise ValueError(
