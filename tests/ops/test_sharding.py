@@ -13,6 +13,7 @@ from ejkernel.modules import (
     flash_attention,
     gla_attention,
     grouped_matmul,
+    native_sparse_attention,
     page_attention,
     ring_attention,
 )
@@ -99,6 +100,15 @@ def test_heads_stay_split_with_fewer_key_heads_too(kind, key_heads, spec):
     mesh = make_mesh(kind)
     out, gradients = check(attention, arrays, (HEADS, spec, spec), mesh, allowed=allowed)
     assert spec_of(out) == spec_of(gradients[0]) == HEADS
+
+
+@each_kind
+@pytest.mark.parametrize("spec", [HEADS, BATCH])
+def test_blocks_are_chosen_for_split_tokens(kind, spec):
+    arrays = draw((4, 16, 8, 8), (4, 16, 4, 8), (4, 16, 4, 8))
+    run = functools.partial(native_sparse_attention, block_size=4, block_counts=2)
+    anything = {"all-gather", "all-reduce", "all-to-all", "collective-permute"}
+    check(run, arrays, (HEADS, spec, spec), make_mesh(kind), anything, anything)
 
 
 def test_query_heads_over_all_devices_share_key_heads():
