@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax._src import dispatch
+from jax._src.core import NamedAxisEffect
 from jax.extend import core
 from jax.extend.core import ClosedJaxpr
 from jax.interpreters import ad, mlir
@@ -231,7 +232,10 @@ def _lower(context: Any, *values: Any, call: _Call, jaxpr: ClosedJaxpr | None) -
             )
         else:
             jaxpr = jaxpr or jax.make_jaxpr(function)(*context.avals_in)
-            function = functools.partial(_partitioning(call, device, context.avals_in), jaxpr)
+            # XLA asks a rule for its program where no axis is mapped. It splits itself what
+            # exchanges data over one.
+            if not any(isinstance(x, NamedAxisEffect) for x in jaxpr.effects):
+                function = functools.partial(_partitioning(call, device, context.avals_in), jaxpr)
     return mlir.lower_fun(function, multiple_results=True)(context, *values)
 
 

@@ -194,6 +194,19 @@ def test_manual_axes_around_automatic_ones():
     assert not collectives(run, *arguments)
 
 
+@pytest.mark.parametrize("method", ["ring", "all_gather"])
+@pytest.mark.parametrize("key_heads", [4, 1])
+def test_a_ring_over_a_manual_axis_among_automatic_ones(method, key_heads):
+    """A `shard_map` over the sequence alone: XLA does not say in a rule that the axis is mapped."""
+    arrays = draw((4, 16, 8, 8), (4, 16, key_heads, 8), (4, 16, key_heads, 8))
+    mesh, spec = make_mesh(), P(None, "dp")
+    local = functools.partial(ring_attention, axis_name="dp", causal=True, method=method)
+    run = jax.shard_map(local, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, axis_names={"dp"})
+    of_keys = P(None, "dp", "tp") if key_heads > 1 else spec
+    arguments = placed(mesh, arrays, (P(None, "dp", "tp"), of_keys, of_keys))
+    assert_close(jax.jit(with_gradients(run))(*arguments), with_gradients(attention)(*arrays))
+
+
 def test_explicit_axes_around_automatic_ones():
     arrays = draw((4, 16, 8, 8), (4, 16, 4, 8))
     mesh = make_mesh(AxisType.Explicit, AxisType.Auto)
