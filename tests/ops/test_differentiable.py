@@ -231,3 +231,20 @@ def test_residuals_are_named_after_the_op(run, names):
     (x,) = draw((2, 12, 2, 8))
     text = str(jax.make_jaxpr(lambda x: jax.vjp(run, x))(x))
     assert all(f"name={name}" in text for name in names)
+
+
+@pytest.mark.parametrize("name", ["attention", "linear", "experts"])
+def test_a_precision_around_a_call_holds_for_its_derivatives(name):
+    """As it does for JAX's own matmuls, whatever holds where the program is differentiated."""
+    run, arguments, tangents = drawn(name)
+
+    def loss(*arguments):
+        with jax.default_matmul_precision("highest"):
+            return sum(x.sum() for x in jax.tree.leaves(run(*arguments)))
+
+    with jax.default_matmul_precision("bfloat16"):
+        gradient = jax.jit(jax.grad(loss)).lower(*arguments).as_text()
+        tangent = jax.jit(functools.partial(jax.jvp, loss)).lower(arguments, tangents).as_text()
+    for text in (gradient, tangent):
+        assert "HIGHEST" in text
+        assert "precision = [DEFAULT" not in text

@@ -124,6 +124,19 @@ def test_a_split_sequence_is_gathered_and_right():
     check(attention, arrays, (spec,) * 3, make_mesh(), {"all-gather"}, {"all-gather", "all-reduce"})
 
 
+def test_a_precision_around_a_call_holds_on_every_device():
+    """XLA splits the call over devices when the program is compiled, outside of the block."""
+
+    def run(x):
+        with jax.default_matmul_precision("bfloat16"):
+            return attention(x, x, x)
+
+    (x,) = placed(make_mesh(), draw((4, 16, 8, 8)), (HEADS,))
+    text = jax.jit(run).lower(x).compile().as_text()
+    assert "dot(" in text
+    assert "highest" not in text
+
+
 @pytest.mark.parametrize("function", [flash_attention, gla_attention])
 @pytest.mark.parametrize("spec", [HEADS, P("dp", "tp"), P(None, None, "tp")])
 def test_a_compiler_without_partitioning_rules_splits_the_operations_of_xla(
