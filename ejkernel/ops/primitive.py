@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax._src import dispatch
-from jax._src.core import NamedAxisEffect
+from jax._src.core import NamedAxisEffect, ShardingTypeError
 from jax.extend import core
 from jax.extend.core import ClosedJaxpr
 from jax.interpreters import ad, mlir
@@ -207,7 +207,13 @@ def _batch(
     ]
     size = next(x.shape[0] for x, is_mapped in zip(moved, mapped, strict=True) if is_mapped)
     again = functools.partial(bind, call.stage)
-    results = batching.batched(again, call.stage.run, call.trees(moved), mapped, size)
+    try:
+        results = batching.batched(again, call.stage.run, call.trees(moved), mapped, size)
+    except ShardingTypeError as error:
+        raise UnsupportedError(
+            f"{call.stage.op.name}: jax.vmap cannot map over an axis that is split over explicit "
+            "mesh axes; make it the batch axis of the call."
+        ) from error
     leaves = jax.tree.leaves(results)
     return [leaves[i] for i in call.kept], [0] * len(call.kept)
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from ejkernel.errors import UnsupportedError
 from ejkernel.modules import (
     flash_attention,
     gla_attention,
@@ -282,6 +283,15 @@ def test_ring_attention_over_explicit_axes_needs_axis_name():
     out = ring_attention(*split, causal=True, axis_name="tp")
     assert spec_of(out, typed=True) == P("dp", "tp")
     assert_close(out, attention(*arrays))
+
+
+def test_a_map_over_a_split_explicit_axis_is_refused():
+    mesh = make_mesh(AxisType.Explicit)
+    (x,) = placed(mesh, draw((4, 2, 16, 8, 8)), (BATCH,))
+    run = jax.vmap(lambda x: attention(x, x, x))
+    message = "flash_attention: jax.vmap cannot map over an axis that is split over explicit mesh"
+    with jax.set_mesh(mesh), pytest.raises(UnsupportedError, match=message):
+        jax.jit(run)(x)
 
 
 def test_explicit_axes_that_differ_are_refused():
