@@ -178,9 +178,20 @@ def _transpose(
                 "JAX transposes it."
             )
     return [
-        None if not u else ad.Zero(x.aval) if g is None else summed_over_devices(g, x.aval)
+        None if not u else ad.Zero(x.aval) if g is None else _as_gradient_of(x.aval, g)
         for g, x, u in zip(gradients, leaves, unknown, strict=True)
     ]
+
+
+def _as_gradient_of(primal: Any, found: Any) -> Any:
+    """The gradient of an array that several calls share is the sum of what each of them finds.
+
+    The calls are those of the devices, or those that a vmap has put into one with a batch axis,
+    which an array that is not mapped does not have.
+    """
+    if more := found.ndim - primal.ndim:
+        found = found.sum(tuple(range(more)))
+    return summed_over_devices(found, primal)
 
 
 def at_leaves_of(like: PyTree, tree: PyTree) -> list[Any]:
