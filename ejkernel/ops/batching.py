@@ -23,6 +23,9 @@ def batched(
     `run` computes the same as `call` and tells the shapes of its results.
     """
     leaves, treedef = jax.tree.flatten(trees)
+    if not axis_size:  # of no calls at all
+        results = jax.eval_shape(run, *_one_call(leaves, mapped, treedef)[0])
+        return jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), results)
     if _lifts(leaves, mapped, treedef) and _carries_batch(run, trees, axis_size):
         return call(*trees)
     folded, rows = _fold(leaves, mapped, treedef, axis_size)

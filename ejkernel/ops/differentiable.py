@@ -140,8 +140,9 @@ def _backward(rule: DerivativeRule) -> Stage:
     def transpose(
         inputs: CallInputs, residuals: PyTree, cotangents: PyTree, d_gradients: PyTree
     ) -> PyTree:
-        outputs = jax.eval_shape(rule.passes.value, inputs)
-        return bind(_tangent(rule), inputs, residuals, d_gradients, like=_floats(outputs))
+        tangent = _tangent(rule)
+        like = jax.eval_shape(tangent.run, inputs, residuals, d_gradients)
+        return bind(tangent, inputs, residuals, d_gradients, like=like)
 
     return _stage(rule, "backward", sums=True, jvp=jvp, transposes={2: transpose})
 
@@ -237,7 +238,9 @@ def _directional(run: Callable[[PyTree], PyTree], tree: PyTree, d_tree: PyTree) 
             merged[i] = x
         return run(jax.tree.unflatten(structure, merged))
 
-    primals, tangents = [leaves[i] for i in moving], [directions[i] for i in moving]
+    # Under vmap one of the two may have a batch axis where the other has none.
+    pairs = [jnp.broadcast_arrays(leaves[i], directions[i]) for i in moving]
+    primals, tangents = [x for x, _ in pairs], [d for _, d in pairs]
     return jax.jvp(of_moving, (primals,), (tangents,))[1]
 
 

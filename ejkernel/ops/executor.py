@@ -43,6 +43,8 @@ class Request:
 
     `finish(outputs)`, a function of a module, rearranges the results in the program of the call.
     `axis_name` is the mesh axis of `Op.sequence`: of `mesh`, of the types, or mapped already.
+    `precision` is JAX's default for matmuls around the call: a backward pass, and what XLA splits
+    over devices, are traced later, perhaps under another.
     """
 
     platform: str | None = None
@@ -52,6 +54,7 @@ class Request:
     out_specs: object = None
     finish: Callable[[Any], Any] | None = None
     axis_name: str | None = None
+    precision: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("in_specs", "out_specs"):
@@ -208,6 +211,8 @@ class Executor:
         choice: Choice | None,
         inputs: CallInputs,
     ) -> Any:
+        precision = getattr(jax.config, "jax_default_matmul_precision", None)
+        request = dataclasses.replace(request, precision=precision)
         if op.differentiable_by_jax:
             return self._passes(op, spec, request, device, choice).value(inputs)
         choice = choice or self._choose(
@@ -269,7 +274,8 @@ class Executor:
             last = self._backward(op, inputs, spec, saved, d_outputs, request, device, forward)
             return last.run(inputs, saved, d_outputs, spec, last.params, device=device)
 
-        return differentiable.Passes(value, with_residuals, backward)
+        at_precision = functools.partial(_at_precision, request.precision)
+        return differentiable.Passes(*map(at_precision, (value, with_residuals, backward)))
 
     def _reselect(
         self, op: Op, spec: CallSpec, request: Request, expected: Device, device: Device | None
@@ -363,6 +369,17 @@ class Executor:
             out_specs=request.out_specs,
             check_vma=False,
         )(*args)
+
+
+def _at_precision(precision: str | None, run: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """`run` with this default precision of matmuls."""
+
+    @functools.wraps(run)
+    def precise(*trees: PyTree) -> PyTree:
+        with jax.default_matmul_precision(precision):
+            return run(*trees)
+
+    return precise
 
 
 def _request_of(kernel: Kernel[Any, Any], kwargs: dict[str, Any]) -> Request:

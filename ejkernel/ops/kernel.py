@@ -206,7 +206,7 @@ def _implementation(kernel: Kernel[Any, Any], run: Callable[..., Any]) -> Implem
                 f"{kernel.op_id}: vjp must return {len(args)} gradients, one for each positional "
                 f"argument, got {len(grads)}."
             )
-        return _per_array(grads, args, kwargs, spec)
+        return _per_array(str(kernel.op_id), grads, args, kwargs, spec)
 
     def heuristic(arrays: CallInputs, spec: KernelCall, device: Device) -> Any:
         return kernel.heuristic_cfg(Invocation(kernel.as_op(), arrays, spec, device))
@@ -224,13 +224,26 @@ def _implementation(kernel: Kernel[Any, Any], run: Callable[..., Any]) -> Implem
 
 
 def _per_array(
-    grads: tuple[PyTree, ...], args: tuple[Any, ...], kwargs: dict[str, Any], spec: KernelCall
+    op_id: str,
+    grads: tuple[PyTree, ...],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    spec: KernelCall,
 ) -> tuple[PyTree, ...]:
     """Gradients of the positional arguments as gradients of the call's arrays, in their order."""
     flat: list[Any] = []
-    for grad, arg in zip(grads, args, strict=True):
-        size = len(jax.tree.leaves(arg))
-        flat += [None] * size if grad is None else jax.tree.leaves(grad)
+    for position, (grad, arg) in enumerate(zip(grads, args, strict=True)):
+        leaves, places = jax.tree.leaves(grad), jax.tree_util.tree_leaves_with_path(arg)
+        if len(leaves) == len(places):
+            flat += leaves
+            continue
+        found = dict(jax.tree_util.tree_leaves_with_path(grad))  # without what is None
+        flat += [found.pop(path, None) for path, _ in places]
+        if found:
+            raise ValueError(
+                f"{op_id}: vjp must return gradients of the structure of their arguments, got "
+                f"{jax.tree.structure(grad)} for argument {position}, {jax.tree.structure(arg)}."
+            )
     flat += [None] * len(jax.tree.leaves(kwargs))
     pairs = zip(flat, spec.statics, strict=True)
     return tuple(grad for grad, static in pairs if static is _DYNAMIC)

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax._src import dispatch
+from jax._src.core import NamedAxisEffect, ShardingTypeError
 from jax.extend import core
 from jax.extend.core import ClosedJaxpr
 from jax.interpreters import ad, mlir
@@ -177,9 +178,20 @@ def _transpose(
                 "JAX transposes it."
             )
     return [
-        None if not u else ad.Zero(x.aval) if g is None else summed_over_devices(g, x.aval)
+        None if not u else ad.Zero(x.aval) if g is None else _as_gradient_of(x.aval, g)
         for g, x, u in zip(gradients, leaves, unknown, strict=True)
     ]
+
+
+def _as_gradient_of(primal: Any, found: Any) -> Any:
+    """The gradient of an array that several calls share is the sum of what each of them finds.
+
+    The calls are those of the devices, or those that a vmap has put into one with a batch axis,
+    which an array that is not mapped does not have.
+    """
+    if more := found.ndim - primal.ndim:
+        found = found.sum(tuple(range(more)))
+    return summed_over_devices(found, primal)
 
 
 def at_leaves_of(like: PyTree, tree: PyTree) -> list[Any]:
@@ -206,7 +218,13 @@ def _batch(
     ]
     size = next(x.shape[0] for x, is_mapped in zip(moved, mapped, strict=True) if is_mapped)
     again = functools.partial(bind, call.stage)
-    results = batching.batched(again, call.stage.run, call.trees(moved), mapped, size)
+    try:
+        results = batching.batched(again, call.stage.run, call.trees(moved), mapped, size)
+    except ShardingTypeError as error:
+        raise UnsupportedError(
+            f"{call.stage.op.name}: jax.vmap cannot map over an axis that is split over explicit "
+            "mesh axes; make it the batch axis of the call."
+        ) from error
     leaves = jax.tree.leaves(results)
     return [leaves[i] for i in call.kept], [0] * len(call.kept)
 
@@ -231,7 +249,10 @@ def _lower(context: Any, *values: Any, call: _Call, jaxpr: ClosedJaxpr | None) -
             )
         else:
             jaxpr = jaxpr or jax.make_jaxpr(function)(*context.avals_in)
-            function = functools.partial(_partitioning(call, device, context.avals_in), jaxpr)
+            # XLA asks a rule for its program where no axis is mapped. It splits itself what
+            # exchanges data over one.
+            if not any(isinstance(x, NamedAxisEffect) for x in jaxpr.effects):
+                function = functools.partial(_partitioning(call, device, context.avals_in), jaxpr)
     return mlir.lower_fun(function, multiple_results=True)(context, *values)
 
 

@@ -282,3 +282,12 @@ def test_bad_input_is_refused_in_one_sentence(call, message, as_a_user_calls):
     with pytest.raises(ValueError, match=message) as error:
         call()
     assert "\n" not in str(error.value)
+
+
+def test_values_of_no_columns_leave_states_of_none():
+    out, state = gla_attention(QUERY, KEY, VALUE[..., :0], return_state=True)
+    assert (out.shape, state.shape) == ((2, 24, 4, 0), (2, 2, 8, 0))
+    _, state = recurrent_attention(
+        QUERY[:1], KEY[:1], VALUE[:1, ..., :0], cu_seqlens=jnp.array([0, 5, 9, 24])
+    )
+    assert state.shape == (3, 2, 8, 0)

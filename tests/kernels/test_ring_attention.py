@@ -222,6 +222,22 @@ def test_a_mistake_is_named(arguments, message):
         ring_attention(q, k, v, **arguments)
 
 
+def test_a_ring_in_float64():
+    with jax.enable_x64(True):
+        q, k, v = (jnp.asarray(x[:, :32], jnp.float64) for x in arrays())
+        got = ring_attention(q, k, v, causal=True, axis_name="sp", mesh=RING)
+        wanted = flash_attention(q, k, v, causal=True)
+        assert got.dtype == jnp.float64
+        np.testing.assert_allclose(got, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_the_axis_of_a_vmap_is_refused():
+    q, k, v = (x.reshape(8, 1, -1, *x.shape[2:]) for x in (x[:1] for x in arrays()))
+    run = jax.vmap(lambda *a: ring_attention(*a, axis_name="sp"), axis_name="sp")
+    with pytest.raises(ValueError, match=r"'sp' is the axis of a jax\.vmap"):
+        run(q, k, v)
+
+
 def test_a_length_that_does_not_divide_is_refused():
     q, k, v = (x[:, :60] for x in arrays())
     with pytest.raises(ValueError, match="60 queries and 60 keys do not divide over the 8 devices"):

@@ -99,6 +99,15 @@ def test_nested_maps_fold_twice():
     )
 
 
+@pytest.mark.parametrize("mapped", [(0, None, None), (None, 0, None), (0, 0, 0)])
+@pytest.mark.parametrize("run", [weighted, summed])
+def test_a_map_over_nothing_has_results_of_no_calls(run, mapped):
+    pair = Pair(*(x[None][:0] if axis == 0 else x for x, axis in zip(make(), mapped, strict=True)))
+    call = jax.vmap(lambda pair: batchable(run, pair), in_axes=(Pair(*mapped),))
+    (got,), (one,) = call(pair), run(make())
+    assert (got.shape, got.dtype) == ((0, *one.shape), one.dtype)
+
+
 class Optional(NamedTuple):
     """Arrays that may have a batch axis or none."""
 

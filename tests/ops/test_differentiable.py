@@ -122,6 +122,40 @@ def test_the_gradient_of_a_tangent_is_its_slope(name):
     assert_close(inner(gradients, other), difference(loss, arguments, other))
 
 
+# Calls whose arrays have no batch axis; under vmap those that are mapped get one.
+IDS = jnp.array([[0, 2, 1, 1, 0, 2], [2, 2, 0, 1, 0, 1]])
+ENDS = jnp.array([[0, 1, 6], [0, 3, 5]])
+WEIGHTS = jnp.array([[[0.5, -1.0]], [[2.0, 0.0]], [[1.5, 3.0]]])
+SHARED = {
+    "experts": (lambda x, ids: grouped_matmul(x, WEIGHTS.astype(x.dtype), ids), (6, 1), IDS),
+    "pooling": (lambda x, ends: mean_pooling(x, cu_seqlens=ends), (6, 2), ENDS),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_calls_of_a_vmap_share_an_array(name):
+    """Its gradient is the sum of theirs."""
+    run, shape, mapped = SHARED[name]
+    (x,) = draw(shape)
+    together = lambda x: total(jax.vmap(run, in_axes=(None, 0)), x, mapped)
+    in_turn = lambda x: sum(total(run, x, one) for one in mapped)
+    assert_close(jax.grad(together)(x), jax.grad(in_turn)(x))
+    assert_close(jax.hessian(together)(x), jax.hessian(in_turn)(x))
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_jacobians_of_a_call_without_a_batch_axis(name):
+    run, shape, (given, _) = SHARED[name]
+    call = lambda x: jnp.sin(run(x, given))
+    (x,) = draw(shape)
+    columns = [difference(call, (x,), (d.reshape(shape),))[..., None] for d in jnp.eye(x.size)]
+    wanted = jnp.concatenate(columns, -1).reshape(*call(x).shape, *shape)
+    assert_close((jax.jacfwd(call)(x), jax.jacrev(call)(x)), (wanted, wanted))
+    second = jax.jacfwd(jax.jacfwd(call))(x)
+    for outer, inner in ((jax.jacfwd, jax.jacrev), (jax.jacrev, jax.jacfwd), (jax.jacrev,) * 2):
+        assert_close(outer(inner(call))(x), second)
+
+
 def test_the_tangent_of_a_tangent():
     run, arguments, along = drawn("attention")
     tangent = lambda *x: jax.jvp(run, x, along)[1]
@@ -231,3 +265,20 @@ def test_residuals_are_named_after_the_op(run, names):
     (x,) = draw((2, 12, 2, 8))
     text = str(jax.make_jaxpr(lambda x: jax.vjp(run, x))(x))
     assert all(f"name={name}" in text for name in names)
+
+
+@pytest.mark.parametrize("name", ["attention", "linear", "experts"])
+def test_a_precision_around_a_call_holds_for_its_derivatives(name):
+    """As it does for JAX's own matmuls, whatever holds where the program is differentiated."""
+    run, arguments, tangents = drawn(name)
+
+    def loss(*arguments):
+        with jax.default_matmul_precision("highest"):
+            return sum(x.sum() for x in jax.tree.leaves(run(*arguments)))
+
+    with jax.default_matmul_precision("bfloat16"):
+        gradient = jax.jit(jax.grad(loss)).lower(*arguments).as_text()
+        tangent = jax.jit(functools.partial(jax.jvp, loss)).lower(arguments, tangents).as_text()
+    for text in (gradient, tangent):
+        assert "HIGHEST" in text
+        assert "precision = [DEFAULT" not in text

@@ -388,6 +388,41 @@ def test_a_gradient_for_each_positional_argument_is_asked_for(watched):
         jax.grad(lambda x: executor(Short(), x, x).sum())(jnp.asarray(X))
 
 
+class Picked(Cube):
+    """`x[index]` of a pair or a dict of both, with a gradient in that structure."""
+
+    def run(self, pair, *, cfg):
+        x, index = pair.values() if isinstance(pair, dict) else pair
+        return x[index]
+
+    def fwd_with_residuals(self, pair, *, cfg):
+        return self.run(pair, cfg=cfg), ()
+
+    def vjp(self, residuals, y, dy, pair, *, cfg):
+        if isinstance(pair, dict):
+            return ({"x": jnp.zeros_like(pair["x"]).at[pair["y"]].add(dy)},)
+        return ((jnp.zeros_like(pair[0]).at[pair[1]].add(dy), None),)
+
+
+@pytest.mark.parametrize("structure", [tuple, lambda pair: dict(zip("xy", pair, strict=True))])
+def test_a_part_of_an_argument_may_have_no_gradient(watched, structure):
+    executor, _ = watched
+    index = jnp.array([2, 0, 2])
+    gradient = jax.grad(lambda x: executor(Picked(), structure((x, index))).sum())(jnp.ones(4))
+    np.testing.assert_array_equal(gradient, [1, 0, 2, 0])
+
+
+def test_a_gradient_of_another_structure_is_refused(watched):
+    class Other(Picked):
+        def vjp(self, residuals, y, dy, pair, *, cfg):
+            return ({"z": dy},)
+
+    executor, _ = watched
+    pair = lambda x: (x, jnp.array([2, 0, 2]))
+    with pytest.raises(ValueError, match="cube: vjp must return gradients of the structure of"):
+        jax.grad(lambda x: executor(Other(), pair(x)).sum())(jnp.ones(4))
+
+
 def test_a_kernel_maps_and_shards(watched):
     executor, _ = watched
     np.testing.assert_array_equal(jax.vmap(lambda x: executor(Cube(), x, x))(X), X**4)

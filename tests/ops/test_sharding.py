@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from ejkernel.errors import UnsupportedError
 from ejkernel.modules import (
     flash_attention,
     gla_attention,
     grouped_matmul,
+    native_sparse_attention,
     page_attention,
     ring_attention,
 )
@@ -101,6 +103,15 @@ def test_heads_stay_split_with_fewer_key_heads_too(kind, key_heads, spec):
     assert spec_of(out) == spec_of(gradients[0]) == HEADS
 
 
+@each_kind
+@pytest.mark.parametrize("spec", [HEADS, BATCH])
+def test_blocks_are_chosen_for_split_tokens(kind, spec):
+    arrays = draw((4, 16, 8, 8), (4, 16, 4, 8), (4, 16, 4, 8))
+    run = functools.partial(native_sparse_attention, block_size=4, block_counts=2)
+    anything = {"all-gather", "all-reduce", "all-to-all", "collective-permute"}
+    check(run, arrays, (HEADS, spec, spec), make_mesh(kind), anything, anything)
+
+
 def test_query_heads_over_all_devices_share_key_heads():
     arrays = draw((1, 16, 16, 8), (1, 16, 2, 8), (1, 16, 2, 8))
     both_axes = P(None, None, ("dp", "tp"))
@@ -112,6 +123,19 @@ def test_a_split_sequence_is_gathered_and_right():
     arrays = draw((4, 16, 8, 8), (4, 16, 4, 8), (4, 16, 4, 8))
     spec = P("dp", "tp")
     check(attention, arrays, (spec,) * 3, make_mesh(), {"all-gather"}, {"all-gather", "all-reduce"})
+
+
+def test_a_precision_around_a_call_holds_on_every_device():
+    """XLA splits the call over devices when the program is compiled, outside of the block."""
+
+    def run(x):
+        with jax.default_matmul_precision("bfloat16"):
+            return attention(x, x, x)
+
+    (x,) = placed(make_mesh(), draw((4, 16, 8, 8)), (HEADS,))
+    text = jax.jit(run).lower(x).compile().as_text()
+    assert "dot(" in text
+    assert "highest" not in text
 
 
 @pytest.mark.parametrize("function", [flash_attention, gla_attention])
@@ -184,6 +208,19 @@ def test_manual_axes_around_automatic_ones():
     assert not collectives(run, *arguments)
 
 
+@pytest.mark.parametrize("method", ["ring", "all_gather"])
+@pytest.mark.parametrize("key_heads", [4, 1])
+def test_a_ring_over_a_manual_axis_among_automatic_ones(method, key_heads):
+    """A `shard_map` over the sequence alone: XLA does not say in a rule that the axis is mapped."""
+    arrays = draw((4, 16, 8, 8), (4, 16, key_heads, 8), (4, 16, key_heads, 8))
+    mesh, spec = make_mesh(), P(None, "dp")
+    local = functools.partial(ring_attention, axis_name="dp", causal=True, method=method)
+    run = jax.shard_map(local, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, axis_names={"dp"})
+    of_keys = P(None, "dp", "tp") if key_heads > 1 else spec
+    arguments = placed(mesh, arrays, (P(None, "dp", "tp"), of_keys, of_keys))
+    assert_close(jax.jit(with_gradients(run))(*arguments), with_gradients(attention)(*arrays))
+
+
 def test_explicit_axes_around_automatic_ones():
     arrays = draw((4, 16, 8, 8), (4, 16, 4, 8))
     mesh = make_mesh(AxisType.Explicit, AxisType.Auto)
@@ -246,6 +283,15 @@ def test_ring_attention_over_explicit_axes_needs_axis_name():
     out = ring_attention(*split, causal=True, axis_name="tp")
     assert spec_of(out, typed=True) == P("dp", "tp")
     assert_close(out, attention(*arrays))
+
+
+def test_a_map_over_a_split_explicit_axis_is_refused():
+    mesh = make_mesh(AxisType.Explicit)
+    (x,) = placed(mesh, draw((4, 2, 16, 8, 8)), (BATCH,))
+    run = jax.vmap(lambda x: attention(x, x, x))
+    message = "flash_attention: jax.vmap cannot map over an axis that is split over explicit mesh"
+    with jax.set_mesh(mesh), pytest.raises(UnsupportedError, match=message):
+        jax.jit(run)(x)
 
 
 def test_explicit_axes_that_differ_are_refused():

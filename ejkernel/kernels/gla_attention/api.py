@@ -205,7 +205,7 @@ def recur(
             request, mesh=split.mesh, in_specs=split.in_specs, axis_name=split.name
         )
         out, state = executor.run(op, inputs, spec, request)
-    sequences = () if bare and recurrence.cu_seqlens is None else (-1,)
+    sequences = () if bare and recurrence.cu_seqlens is None else (state.shape[0] * state.shape[1],)
     out = out.reshape(out.shape[1:]) if bare else out
     return out, lambda: state.reshape(*sequences, *state.shape[2:])
 

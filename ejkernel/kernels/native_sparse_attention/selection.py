@@ -49,7 +49,10 @@ def with_own(
     at = geometry.tokens_of_queries(inputs)
     own = jnp.where(at.exists, at.position // spec.block_size, -1)
     own = jnp.broadcast_to(own[None, :, None, None], (batch, length, kv_heads, 1))
-    lists = own if chosen is None else jnp.concatenate([own, chosen], axis=-1)
+    if chosen is None:
+        lists = own
+    else:  # the sum has the sharding of `chosen` in its type, as the concatenation demands
+        lists = jnp.concatenate([own + jnp.zeros_like(chosen[..., :1]), chosen], axis=-1)
     count = inputs.places.shape[0]
     missing = max(0, count - lists.shape[-1])
     return jnp.pad(lists, ((0, 0),) * 3 + ((0, missing),), constant_values=-1)[..., :count]

@@ -180,7 +180,7 @@ def _split(
     """The ring: over which devices the sequences are split, or are to be."""
     if axis_name is None and (mesh is not None or in_specs is not None):
         raise ValueError("ring_attention: mesh= and in_specs= need axis_name=.")
-    return split_axis.resolve(
+    split = split_axis.resolve(
         OP.name,
         axis_name,
         arrays={"query": query, "key": key, "value": value},
@@ -189,6 +189,12 @@ def _split(
         mesh=mesh,
         in_specs=in_specs,
     )
+    if split.given_shares and axis_name not in jax.sharding.get_abstract_mesh().manual_axes:
+        raise ValueError(
+            f"ring_attention: axis_name {axis_name!r} is the axis of a jax.vmap; a ring needs an "
+            "axis of a mesh, mapped by jax.shard_map."
+        )
+    return split
 
 
 def _check_choice(name: str, given: Any, accepted: tuple[str, ...]) -> None:

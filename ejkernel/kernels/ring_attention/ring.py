@@ -94,7 +94,7 @@ class Ring(NamedTuple):
 
     def keys(self, hop: Index) -> ShardPositions:
         """Positions of the keys held in a hop."""
-        source = lax.rem(self.index - hop + self.size, self.size) if self.size > 1 else 0
+        source = (self.index - hop + self.size) % self.size if self.size > 1 else 0
         length = self.inputs.key.shape[1]
         return ShardPositions.of(source, self.size, self.spec.placement, length)
 
