@@ -13,6 +13,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
+from ejkernel import settings
 from ejkernel.errors import PerformanceWarning, UnsupportedError
 from ejkernel.ops import differentiable, recording, sharded, symbolic
 from ejkernel.ops.cache import ConfigCache
@@ -43,8 +44,8 @@ class Request:
 
     `finish(outputs)`, a function of a module, rearranges the results in the program of the call.
     `axis_name` is the mesh axis of `Op.sequence`: of `mesh`, of the types, or mapped already.
-    `precision` is JAX's default for matmuls around the call: a backward pass, and what XLA splits
-    over devices, are traced later, perhaps under another.
+    `precision`, JAX's default for matmuls, and `deterministic` are those around the call: a
+    backward pass, and what XLA splits over devices, are traced later, perhaps under others.
     """
 
     platform: str | None = None
@@ -55,6 +56,7 @@ class Request:
     finish: Callable[[Any], Any] | None = None
     axis_name: str | None = None
     precision: str | None = None
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         for name in ("in_specs", "out_specs"):
@@ -211,8 +213,11 @@ class Executor:
         choice: Choice | None,
         inputs: CallInputs,
     ) -> Any:
-        precision = getattr(jax.config, "jax_default_matmul_precision", None)
-        request = dataclasses.replace(request, precision=precision)
+        request = dataclasses.replace(
+            request,
+            precision=getattr(jax.config, "jax_default_matmul_precision", None),
+            deterministic=settings.deterministic(),
+        )
         if op.differentiable_by_jax:
             return self._passes(op, spec, request, device, choice).value(inputs)
         choice = choice or self._choose(
@@ -274,8 +279,8 @@ class Executor:
             last = self._backward(op, inputs, spec, saved, d_outputs, request, device, forward)
             return last.run(inputs, saved, d_outputs, spec, last.params, device=device)
 
-        at_precision = functools.partial(_at_precision, request.precision)
-        return differentiable.Passes(*map(at_precision, (value, with_residuals, backward)))
+        as_called = functools.partial(_as_called, request)
+        return differentiable.Passes(*map(as_called, (value, with_residuals, backward)))
 
     def _reselect(
         self, op: Op, spec: CallSpec, request: Request, expected: Device, device: Device | None
@@ -371,15 +376,19 @@ class Executor:
         )(*args)
 
 
-def _at_precision(precision: str | None, run: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """`run` with this default precision of matmuls."""
+def _as_called(request: Request, run: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """`run` with the default precision of the call, and deterministic if the call was."""
 
     @functools.wraps(run)
-    def precise(*trees: PyTree) -> PyTree:
-        with jax.default_matmul_precision(precision):
+    def running(*trees: PyTree) -> PyTree:
+        deterministic = request.deterministic or settings.deterministic()
+        with (
+            jax.default_matmul_precision(request.precision),
+            settings.override(deterministic=deterministic),
+        ):
             return run(*trees)
 
-    return precise
+    return running
 
 
 def _request_of(kernel: Kernel[Any, Any], kwargs: dict[str, Any]) -> Request:

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 from ops.kernels import Cube, Hopeless, Scale, ScaleConfig, Wrong
 
-from ejkernel import kernel_registry
+from ejkernel import kernel_registry, settings
 from ejkernel.errors import TuningWarning
 from ejkernel.modules import mean_pooling
 from ejkernel.ops import (
@@ -376,6 +376,27 @@ def test_vjp_receives_residuals_result_and_cotangent(watched):
     d_weight, d_x = pull_back(jnp.ones_like(value))
     assert d_weight == 0
     np.testing.assert_allclose(d_x, 10 * 3 * 2 * X**2)
+
+
+@pytest.mark.parametrize(("call", "pull_back"), [(True, False), (False, True), (False, False)])
+def test_the_backward_pass_is_deterministic_where_either_is_asked_to_be(watched, call, pull_back):
+    """The call, or what differentiates it: the pass is traced after the block of the call."""
+    seen = []
+
+    class Watched(Cube):
+        def vjp(self, residuals, y, dy, weight, x, *, cfg):
+            seen.append(settings.deterministic())
+            return super().vjp(residuals, y, dy, weight, x, cfg=cfg)
+
+    executor, _ = watched
+
+    def loss(x):
+        with settings.override(deterministic=call):
+            return executor(Watched(), x, x).sum()
+
+    with settings.override(deterministic=pull_back):
+        jax.jit(jax.grad(loss)).lower(jnp.asarray(X))
+    assert set(seen) == {call or pull_back}
 
 
 def test_a_gradient_for_each_positional_argument_is_asked_for(watched):
