@@ -58,5 +58,6 @@ def test_an_executor_drops_programs_where_maps_are_few(monkeypatch):
 
 
 def test_a_system_without_a_listing_has_no_bound_but_the_number(monkeypatch):
-    monkeypatch.setattr(kept.Path, "read_bytes", lambda path: open("/no/such/file"))  # noqa: SIM115
-    assert memory_maps() == 0
+    with monkeypatch.context() as patched:  # not while the fixtures of the test end
+        patched.setattr(kept.Path, "read_bytes", lambda path: open("/no/such/file"))  # noqa: SIM115
+        assert memory_maps() == 0
