@@ -4,6 +4,7 @@ Every measurement checks its result first and raises `WrongResultError` instead 
 """
 
 import dataclasses
+import tempfile
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -78,8 +79,14 @@ def _check_rows(
 
 
 def import_time() -> float:
-    """Seconds that `import ejkernel.modules` takes once JAX is imported."""
-    return min(fresh.seconds("import jax", "import ejkernel.modules") for _ in range(5))
+    """Seconds that `import ejkernel.modules` takes once JAX is imported.
+
+    With compiled bytecode, which pip writes when it installs a package, and here the first run.
+    """
+    with tempfile.TemporaryDirectory() as bytecode:
+        variables = {"PYTHONPYCACHEPREFIX": bytecode, "PYTHONDONTWRITEBYTECODE": ""}
+        run = lambda: fresh.seconds("import jax", "import ejkernel.modules", **variables)
+        return min(run() for _ in range(6))
 
 
 def eager_overhead() -> float:
@@ -225,7 +232,7 @@ FIGURES = (
         "time of `import ejkernel.modules` after `import jax`",
         "s",
         "lower",
-        0.3,
+        0.15,
         import_time,
         dtype=None,
     ),

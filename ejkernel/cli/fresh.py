@@ -9,8 +9,11 @@ import tempfile
 from ejkernel.cli.measure import WrongResultError
 
 
-def seconds(prepare: str, timed: str, check: str = "") -> float:
-    """Seconds that `timed` takes in a new process after `prepare`; `check` must pass afterwards."""
+def seconds(prepare: str, timed: str, check: str = "", **variables: str) -> float:
+    """Seconds that `timed` takes in a new process after `prepare`; `check` must pass afterwards.
+
+    `variables` are set in the environment of the process.
+    """
     return value(
         prepare,
         "import time",
@@ -19,17 +22,18 @@ def seconds(prepare: str, timed: str, check: str = "") -> float:
         "_took = time.perf_counter() - _began",
         check,
         "_took",
+        **variables,
     )
 
 
-def value(*code: str) -> float:
+def value(*code: str, **variables: str) -> float:
     """The last expression after all the other code ran in a new process with an empty cache."""
     *statements, expression = map(inspect.cleandoc, code)
     program = "\n".join([*statements, f"print(float({expression}))"])
     with tempfile.TemporaryDirectory() as empty:
         left_out = ("JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE")
         environment = {name: x for name, x in os.environ.items() if name not in left_out}
-        environment["EJKERNEL_CACHE_DIR"] = empty
+        environment |= {"EJKERNEL_CACHE_DIR": empty, **variables}
         done = subprocess.run(
             [sys.executable, "-c", program], env=environment, capture_output=True, text=True
         )
