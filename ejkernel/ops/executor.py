@@ -377,13 +377,17 @@ class Executor:
 
 
 def _as_called(request: Request, run: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """`run` with the default precision of the call, and deterministic if the call was."""
+    """`run` with the default precision of the call, and deterministic if the call was.
+
+    Our code relies on broadcasting, which a caller may have forbidden in their own.
+    """
 
     @functools.wraps(run)
     def running(*trees: PyTree) -> PyTree:
         deterministic = request.deterministic or settings.deterministic()
         with (
             jax.default_matmul_precision(request.precision),
+            jax.numpy_rank_promotion("allow"),
             settings.override(deterministic=deterministic),
         ):
             return run(*trees)

@@ -7,6 +7,7 @@ import reprlib
 from collections.abc import Callable
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, cast
 
+import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
@@ -83,6 +84,9 @@ def operation(function: Function) -> Function:
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
+        if jax.config.jax_numpy_rank_promotion != "allow":  # a check of the caller's own code
+            with jax.numpy_rank_promotion("allow"):
+                return checked(*args, **kwargs)
         for name, x in kwargs.items():
             if name not in kinds:
                 raise TypeError(_unknown_argument(function.__name__, name, list(kinds)))

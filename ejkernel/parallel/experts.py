@@ -245,7 +245,7 @@ def _places(plan: ExpertPlan) -> jax.Array:
     devices = plan.counts.shape[0]
     sizes = plan.counts.sum(0, dtype=jnp.int32)
     of_expert = _exclusive_sum(sizes.reshape(devices, -1), 1).reshape(sizes.shape)
-    return of_expert + _exclusive_sum(plan.counts, 0)
+    return of_expert[None] + _exclusive_sum(plan.counts, 0)
 
 
 def _from_this_device(plan: ExpertPlan, table: jax.Array) -> jax.Array:
@@ -314,13 +314,13 @@ def _slots(plan: ExpertPlan) -> tuple[jax.Array, jax.Array]:
     Past the last row, where a slot is empty.
     """
     devices, capacity = plan.counts.shape[0], plan.exchange.capacity
-    slot = jnp.arange(capacity, dtype=jnp.int32)
+    slot = jnp.arange(capacity, dtype=jnp.int32)[None]
     sizes = _from_this_device(plan, plan.counts).reshape(devices, -1).sum(1, dtype=jnp.int32)
     sorted_row = _exclusive_sum(sizes)[:, None] + slot
     leaving = jnp.where(slot < sizes[:, None], _pick(plan.order, sorted_row), plan.order.size)
     counts = _of_this_device(plan, plan.counts)  # [d, local]
     ends = jnp.cumsum(counts, 1, dtype=jnp.int32)
-    expert = jnp.sum(slot[:, None] >= ends[:, None], -1, dtype=jnp.int32)  # [d, c]
+    expert = jnp.sum(slot[..., None] >= ends[:, None], -1, dtype=jnp.int32)  # [d, c]
     first = _of_this_device(plan, _places(plan)) - (ends - counts)
     shift = jnp.take_along_axis(first, expert, 1, mode="fill", fill_value=0)
     arriving = jnp.where(slot < ends[:, -1:], slot + shift, plan.received)

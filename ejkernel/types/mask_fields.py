@@ -50,7 +50,8 @@ def cached(mask: "MaskInfo", key: Hashable, compute: Callable[[], _Result]) -> _
     cache = mask.__dict__.setdefault("_cache", {})
     if key in cache:
         return cache[key]
-    value = compute()
+    with jax.numpy_rank_promotion("allow"):
+        value = compute()
     if concrete(value):
         cache[key] = value
     return value

@@ -87,7 +87,8 @@ def cut_off(values: jax.Array, length: int | jax.Array, fill: int) -> jax.Array:
     """`values` `[..., t]` up to `length` `[...]`, `fill` from there on."""
     if is_array(length):
         length = length[..., None]
-    return jnp.where(jnp.arange(values.shape[-1]) < length, values, fill)
+    with jax.numpy_rank_promotion("allow"):
+        return jnp.where(jnp.arange(values.shape[-1]) < length, values, fill)
 
 
 def _reported(mask: "MaskInfo") -> tuple[jax.Array, jax.Array]:

@@ -78,7 +78,8 @@ class Rule:
 
     def dense(self, q_len: int, kv_len: int) -> jax.Array:
         """The mask itself, bool `[..., 1 or n, q_len, kv_len]`: the one place of size Q x K."""
-        allowed = self.allowed(q_len, kv_len)
+        with jax.numpy_rank_promotion("allow"):
+            allowed = self.allowed(q_len, kv_len)
         return jnp.broadcast_to(allowed, (*allowed.shape[:-2], q_len, kv_len))
 
     def blocks(
@@ -97,7 +98,8 @@ class Rule:
             `some` is False only where no pair of the block is allowed, `every` is True only where
             all pairs of the block inside `q_len x kv_len` are.
         """
-        some, every = self.block_bounds(Grid(q_len, kv_len, block_q, block_k))
+        with jax.numpy_rank_promotion("allow"):
+            some, every = self.block_bounds(Grid(q_len, kv_len, block_q, block_k))
         shape = jnp.broadcast_shapes(
             some.shape, every.shape, (1, -(-q_len // block_q), -(-kv_len // block_k))
         )

@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conformance.cases import all_cases, served
+from conformance.cases import all_cases, served, workloads_of
 from conformance.oracle import assert_same
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+import ejkernel
 from ejkernel.cli.oracle import GRADIENT_FLOOR, VALUE_FLOOR, with_gradients
+from ejkernel.kernels import OPS
 from ejkernel.ops import axes, executor
 from ejkernel.ops.executor import Request
 
@@ -42,6 +44,24 @@ def test_jit_vmap_and_remat_together_equal_a_loop(case):
     assert_equals_a_loop(
         with_gradients(jax.checkpoint(run)), with_gradients(run), [call.inputs for call in calls]
     )
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_promotions_that_a_program_forbids_itself_are_not_forbidden_to_us(name):
+    """Neither in a call nor in its derivatives, which are traced after it."""
+    function = getattr(ejkernel, name)
+    core = [x for x in workloads_of(name).WORKLOADS if "core" in x.tags]
+    arguments = core[-1].build(0, jnp.float32)
+    floating = lambda x: isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)
+    first = next(name for name, x in arguments.items() if floating(x))
+
+    def loss(x):
+        out = function(**arguments | {first: x})
+        return sum(x.sum() for x in jax.tree.leaves(out) if floating(x))
+
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        jax.eval_shape(jax.grad(loss), arguments[first])
+        jax.eval_shape(lambda x: jax.jvp(loss, (x,), (x,)), arguments[first])
 
 
 @pytest.mark.parametrize("case", CORE)

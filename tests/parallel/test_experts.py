@@ -245,6 +245,13 @@ def test_what_is_sent_are_the_rows_that_change_device(exchange):
     assert sum(x.sum() for x in SENT) == 2 * moving
 
 
+def test_promotions_that_a_program_forbids_itself_are_not_forbidden_to_us():
+    ids = jnp.asarray(LOADS["uneven"])
+    loss = lambda *x: layer(matmul=True, capacity=ROWS)(x[0], ids, x[1])[0].sum()
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        jax.eval_shape(jax.grad(loss, (0, 1)), *arrays(matmul=True))
+
+
 @pytest.mark.parametrize(("rows", "columns"), [(4, 2), (2, 4)])
 def test_with_a_data_axis(rows, columns, exchange):
     """Each row of devices has all experts, and exchanges only within itself."""
