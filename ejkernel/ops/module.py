@@ -84,7 +84,8 @@ def operation(function: Function) -> Function:
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        if jax.config.jax_numpy_rank_promotion != "allow":  # a check of the caller's own code
+        # The setting is a check of the caller's own code.
+        if getattr(jax.config, "jax_numpy_rank_promotion", "allow") != "allow":
             with jax.numpy_rank_promotion("allow"):
                 return checked(*args, **kwargs)
         for name, x in kwargs.items():
