@@ -134,7 +134,7 @@ class PartitionRule:
         def local(*leaves: Any) -> list[Any]:
             last = len(leaves) - self.cotangents
             own = [
-                _pick(x, letters, picked, is_cotangent=i >= last)
+                self._own(x, letters, over, picked, is_cotangent=i >= last)
                 for i, (x, letters) in enumerate(zip(leaves, self.operands, strict=True))
             ]
             starts = {
@@ -152,6 +152,32 @@ class PartitionRule:
                 return local(*leaves)
 
         return mesh, in_threads_of_xla, named(result_specs), tuple(named(specs))
+
+    def _own(
+        self,
+        x: Any,
+        letters: Letters | None,
+        over: Mapping[str, MeshAxes],
+        picked: Mapping[str, Picked],
+        is_cotangent: bool,
+    ) -> Any:
+        """What a device uses of an operand.
+
+        Of several devices that have the same part of a result, only the first uses its cotangent,
+        since their gradients are summed. A result that lacks a contracted letter is a sum itself:
+        its cotangent is for all of them.
+        """
+        parts = {i: picked[letter] for i, letter in enumerate(letters or ()) if letter in picked}
+        same = {axis for letter in {*over} - self.op.contracted for axis in over[letter]}
+        same -= _axes_of(letters, over, jnp.shape(x))
+        for axis, part in parts.items():
+            same -= set(part.over)
+            x = part.take(x, axis)
+            x = part.of_first(x) if is_cotangent else x
+        if is_cotangent and same:
+            first = jax.lax.axis_index(tuple(sorted(same))) == 0
+            x = jnp.where(first, x, jnp.zeros_like(x))
+        return x
 
     def _whole(
         self,
@@ -251,15 +277,6 @@ class PartitionRule:
             if (found := picked_heads(sizes[few], sizes[many], count, along)) is not None:
                 over[many], picked[few] = along, found
         return over, picked
-
-
-def _pick(x: Any, letters: Letters | None, picked: Mapping[str, Picked], is_cotangent: bool) -> Any:
-    """A device's own key heads; the cotangent of a result goes to the first device that has it."""
-    for axis, letter in enumerate(letters or ()):
-        if letter in picked:
-            own = picked[letter].take(x, axis)
-            return picked[letter].of_first(own) if is_cotangent else own
-    return x
 
 
 def _spec(

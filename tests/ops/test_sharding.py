@@ -408,11 +408,14 @@ def test_gradients_of_a_cache_with_fewer_key_heads_than_devices(kind, query):
     check(run, (queries, cache, scale, lengths, tables), specs, make_mesh(kind))
 
 
-def test_the_state_of_shared_key_heads_is_whole_on_every_device():
-    q, k = draw((4, 16, 8, 8), (4, 16, 2, 8))
+@each_kind
+@pytest.mark.parametrize("key_heads", [2, 1])
+def test_the_state_of_shared_key_heads_is_whole_on_every_device(kind, key_heads):
+    """Its gradient is that of one device, although all of them have it."""
+    q, k = draw((4, 16, 8, 8), (4, 16, key_heads, 8))
 
     def run(q, k):
         out, state = gla_attention(q, k, k, -jnp.abs(k[..., 0]), return_state=True)
         return out + state.sum()
 
-    check(run, (q, k), (HEADS, BATCH), make_mesh(), {"all-reduce"})
+    check(run, (q, k), (HEADS, BATCH), make_mesh(kind), {"all-reduce"})
