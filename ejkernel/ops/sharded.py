@@ -83,6 +83,7 @@ def shard(
             specs[i], more = _where_whole(x, specs[i], own, mesh)
             parts[i] |= more
     results = axes.of_fields(op.outputs, batched=any(map(axes.leads, letters)))
+    _check_once(op, [*letters, *results], bound)
     derived = op.outputs(*(_spec(letter, bound) for letter in results))
     _check_out_specs(op, out_specs, derived)
     local = _summed(op, run, bound, results)
@@ -189,6 +190,19 @@ def _check_sequence(op: Op, bound: Mapping[str, Axes]) -> None:
                 f"{op.name}: the mesh axis {shared[0]!r} cannot split both {letter!r} and "
                 f"{together[shared[0]]!r}."
             )
+
+
+def _check_once(op: Op, arrays: list[Letters], bound: Mapping[str, Axes]) -> None:
+    """A mesh axis splits one axis of an array at most."""
+    for letters in arrays:
+        used: dict[str, str] = {}
+        for name in (letter.removeprefix("#") for letter in letters or ()):
+            for axis in bound.get(name, ()):
+                if used.setdefault(axis, name) != name:
+                    raise ValueError(
+                        f"{op.name}: the mesh axis {axis!r} cannot split both {used[axis]!r} and "
+                        f"{name!r}."
+                    )
 
 
 def _bind(

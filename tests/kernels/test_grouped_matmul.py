@@ -391,6 +391,8 @@ def test_wrong_sizes_are_named(sizes, offset, message):
     ("in_specs", "message"),
     [
         ((P("ep"), P("ep"), P("ep")), "the mesh axis 'ep' cannot split both 'r' and 'e'"),
+        ((P("ep"), P(None, None, "ep"), P("ep")), "'ep' cannot split both 'r' and 'n'"),
+        ((P("ep", "ep"), P(None, "ep"), P("ep")), "'ep' cannot split both 'r' and 'k'"),
         ((P(),), "in_specs needs 2 to 5 entries"),
         ((P("ep"), P(), P()), "inputs and group_ids split the axis 'r' differently"),
         ((P(), P("ep"), P(), P("ep")), "group_offset cannot be split over a mesh"),
