@@ -32,6 +32,11 @@ def axes_size(mesh: Mesh | AbstractMesh, names: Iterable[str]) -> int:
     return math.prod(mesh.shape[name] for name in names)
 
 
+def entry_axes(entry: str | Iterable[str] | None) -> tuple[str, ...]:
+    """The mesh axes of one entry of a `PartitionSpec`."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
 def varying_axes(x: Any) -> frozenset[str]:
     """The mapped mesh axes over which an array, a reference or a type differs between devices."""
     kind = x if isinstance(x, AbstractValue) else jax.typeof(x)

@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from ejkernel.ops import axes
 from ejkernel.ops.implementation import CallInputs, Op
+from ejkernel.ops.meshes import entry_axes
 from ejkernel.ops.picked import Picked, picked_heads
 
 Axes = tuple[str, ...]  # the mesh axes that split one dimension
@@ -132,7 +133,7 @@ def _where_whole(
     entries, parts = list(spec), dict[int, Picked]()
     for axis, entry in enumerate(spec):
         if entry is not None and (axis >= len(own) or own[axis] is None):
-            over = _mesh_axes(entry)
+            over = entry_axes(entry)
             parts[axis] = Picked(over, x.shape[axis] // _size(mesh, over))
             entries[axis] = None
     return PartitionSpec(*entries), parts
@@ -225,7 +226,7 @@ def _bind(
     said_by: dict[str, str] = {}
     shardable = op.shardable - op.unsplittable(inputs)
     for name, spec in zip(op.operands, in_specs, strict=False):
-        split = [_mesh_axes(entry) for entry in (spec or ())]
+        split = [entry_axes(entry) for entry in (spec or ())]
         _check_axes(op, name, split, mesh)
         array = getattr(inputs, name, None)
         if array is None:
@@ -262,7 +263,7 @@ def _bind_types(op: Op, inputs: CallInputs, given: TypeSpecs) -> dict[str, Axes]
     every = zip(paths, axes.of_leaves(inputs), given.specs, strict=True)
     for (path, x), letters, spec in every:
         name = str(getattr(path[0], "name", path[0]))
-        entries = [_mesh_axes(entry) for entry in spec]
+        entries = [entry_axes(entry) for entry in spec]
         for axis, over in enumerate(entries):
             letter = letters[axis].removeprefix("#") if letters else ""
             if not over or (letters and letters[axis].startswith("#") and x.shape[axis] == 1):
@@ -288,10 +289,6 @@ def _unsplittable(op: Op, name: str, letter: str, axis: str, over: Axes) -> Valu
         f"{op.name}: {name} cannot be split along {axis} over mesh axis {'/'.join(over)}"
         f"{op.sharding_hints.get(letter, '')}."
     )
-
-
-def _mesh_axes(entry: str | Iterable[str] | None) -> Axes:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _check_axes(op: Op, name: str, split: list[Axes], mesh: Mesh | AbstractMesh) -> None:
@@ -402,7 +399,7 @@ def _spec(
 
 
 def _trim(spec: Iterable[str | Iterable[str] | None] | None) -> tuple[Axes, ...]:
-    entries = [_mesh_axes(entry) for entry in (spec or ())]
+    entries = [entry_axes(entry) for entry in (spec or ())]
     while entries and not entries[-1]:
         entries.pop()
     return tuple(entries)

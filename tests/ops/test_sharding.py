@@ -103,13 +103,20 @@ def test_heads_stay_split_with_fewer_key_heads_too(kind, key_heads, spec):
     assert spec_of(out) == spec_of(gradients[0]) == HEADS
 
 
-@each_kind
-@pytest.mark.parametrize("spec", [HEADS, BATCH])
-def test_blocks_are_chosen_for_split_tokens(kind, spec):
-    arrays = draw((4, 16, 8, 8), (4, 16, 4, 8), (4, 16, 4, 8))
+@pytest.mark.parametrize(
+    ("kind", "query", "key", "key_heads"),
+    [
+        (kind, *split)
+        for kind in (AxisType.Auto, AxisType.Explicit)
+        for split in [(HEADS, HEADS, 4), (HEADS, BATCH, 4), (BATCH, HEADS, 8), (P(), BATCH, 1)]
+    ]
+    + [(AxisType.Explicit, HEADS, BATCH, 2)],
+)
+def test_blocks_are_chosen_for_split_arrays(kind, query, key, key_heads):
+    arrays = draw((4, 16, 8, 8), (4, 16, key_heads, 8), (4, 16, key_heads, 8))
     run = functools.partial(native_sparse_attention, block_size=4, block_counts=2)
     anything = {"all-gather", "all-reduce", "all-to-all", "collective-permute"}
-    check(run, arrays, (HEADS, spec, spec), make_mesh(kind), anything, anything)
+    check(run, arrays, (query, key, key), make_mesh(kind), anything, anything)
 
 
 def test_query_heads_over_all_devices_share_key_heads():

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Final, Literal, NamedTuple, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from ejkernel.kernels.common.arguments import (
@@ -31,6 +31,7 @@ from ejkernel.kernels.native_sparse_attention.split_sequence import (
 )
 from ejkernel.ops import executor, split_axis
 from ejkernel.ops.executor import Request
+from ejkernel.ops.meshes import axes_size, entry_axes
 from ejkernel.ops.module import BoundFunction, Module, operation
 from ejkernel.ops.platform import device_of
 from ejkernel.ops.sharded import from_types
@@ -245,6 +246,8 @@ def _selected(
     if 0 in (count, *query.shape[:3]):
         return jnp.full((*query.shape[:2], key.shape[2], count), -1, jnp.int32)
     query, key = jax.lax.stop_gradient((query, key))
+    if request.axis_name is None:
+        query, key = _split_alike(query, key)
     group = query.shape[2] // key.shape[2]
     by_group = query.reshape(*query.shape[:2], key.shape[2], group, query.shape[3])
     places: Any = np.arange(count, dtype=np.int32)  # by JAX it would be a program of its own
@@ -256,10 +259,30 @@ def _selected(
         return executor.run(SELECTION, inputs, spec, request).blocks
     inputs = SelectionInputs(by_group, key, places, cu_seqlens)
     # A mesh may split the query heads of a key head, which choose together.
-    if request.mesh is not None or request.in_specs is not None or from_types([key]) is not None:
+    typed = from_types([query, key]) is not None
+    if request.mesh is not None or request.in_specs is not None or typed:
         return select_blocks(inputs, spec)
     platform = _selection_platform(inputs, spec, request)
     return executor.run(SELECTION, inputs, spec, Request(platform)).blocks
+
+
+def _split_alike(query: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Query and key with explicit axes split in the same way, over batch and key heads.
+
+    JAX's matmuls need it. Query heads that are split further are gathered: those of a key head
+    choose together.
+    """
+    found = from_types([query, key])
+    if found is None:
+        return query, key
+    mesh, given = found
+    of_query, of_key = ((*spec, None, None, None)[:3] for spec in given.specs)
+    batch, heads = of_query[0] or of_key[0], of_query[2] or of_key[2]
+    over = entry_axes(heads)
+    if key.shape[2] % axes_size(mesh, over) or set(over) & set(entry_axes(batch)):
+        heads = None
+    alike = NamedSharding(mesh, PartitionSpec(batch, None, heads))
+    return jax.sharding.reshard(query, alike), jax.sharding.reshard(key, alike)
 
 
 def _selection_platform(inputs: SelectionInputs, spec: Spec, request: Request) -> str | None:
