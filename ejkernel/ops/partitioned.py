@@ -52,13 +52,11 @@ def _in_this_context(run: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     """`run` with the settings of this thread, and no mesh: XLA compiles in threads of its own."""
     context = contextvars.copy_context()
     x64 = bool(jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]
-    precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
 
     @functools.wraps(run)
     def in_context(*arguments: Any) -> list[Any]:
         with (
             jax.enable_x64(x64),
-            jax.default_matmul_precision(precision),
             jax.sharding.use_abstract_mesh(AbstractMesh((), ())),
         ):
             return context.copy().run(run, *arguments)
